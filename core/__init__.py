@@ -1,0 +1,43 @@
+"""manymesh core: the contract and the binder. It knows no backend's name, and importing it imports nothing heavy."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "core.errors": "ConfigError DeadlineExceeded ManymeshError Refused RegistryError WorkerFailed",
+    "core.mesh": "Mesh MeshLayout RankMesh Route",
+    "core.manifest": "Capability Limits Manifest ModelFacts Plan Planner",
+    "core.hookspecs": "hookimpl",
+    "core.config": "EngineConfig OptimizerConfig RolloutConfig load_yaml override structure",
+    "core.protocols": (
+        "Engine GenerationDelta LogProbKind LossFn LossScale LossSpec Metric MicroResult Rollout RolloutServer"
+        " SamplingParams StepInfo WeightSpec WeightTransfer"
+    ),
+    "core.registry": "EngineRegistry",
+    "core.dispatch": "Dispatch DispatchMode Execute make_nd_compute_dataproto_dispatch_fn on_mesh register",
+    "core.worker": "Worker WorkerContext",
+    "core.group": "Future RayClassWithInitArgs WorkerGroup",
+    "core.transport.local": "LocalWorkerGroup",
+    "core.transport.ray": "RayResourcePool RayWorkerGroup ResourcePoolManager",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+__all__ = sorted(_HOME_OF)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("manymesh")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'core' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

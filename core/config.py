@@ -1,0 +1,194 @@
+"""Structuring plain data (YAML, command line) into attrs classes, with errors that name path, value and nearest name;
+and the options that all training and all rollout backends share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+import attrs
+
+from core.errors import ConfigError, Refused, did_you_mean
+
+T = TypeVar("T")
+
+
+@attrs.frozen
+class OptimizerConfig:
+    """AdamW, gradient clipping and the learning rate's schedule."""
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01  # on matrices only; not on biases and norms
+    max_grad_norm: float = 1.0  # 0: no clipping
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None  # needed by linear and cosine
+    min_lr_ratio: float = 0.0  # the schedule ends at lr * min_lr_ratio
+
+    def __attrs_post_init__(self) -> None:
+        if self.lr < 0 or self.warmup_steps < 0 or self.max_grad_norm < 0:
+            raise ConfigError("lr, warmup_steps and max_grad_norm are not negative", have=self)
+        if self.schedule != "constant" and not self.total_steps:
+            raise ConfigError(
+                f"schedule {self.schedule!r} needs total_steps", have=self.total_steps, mend="set total_steps"
+            )
+
+    def lr_factor(self, step: int) -> float:
+        """Multiplier of lr at a step counted from 0: linear warm-up, then the schedule."""
+        from math import cos, pi
+
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.schedule == "constant" or not self.total_steps:
+            return 1.0
+        done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        left = 1 - done if self.schedule == "linear" else (1 + cos(pi * done)) / 2
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * left
+
+
+@attrs.frozen
+class EngineConfig:
+    """What every training backend understands. Backends subclass it and add their own options."""
+
+    model: str  # directory of a Hugging Face checkpoint
+    trainable: bool = True  # False: no gradients, no optimizer (a reference policy)
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the parameters
+    optimizer: OptimizerConfig = attrs.field(factory=OptimizerConfig)
+    seed: int = 0
+
+
+@attrs.frozen
+class RolloutConfig:
+    """What every rollout backend understands. Backends subclass it and add their own options."""
+
+    model: str  # directory of a Hugging Face checkpoint
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    seed: int = 0
+
+
+def structure(cls: type[T], data: Any, where: str = "config") -> T:
+    """Build `cls` from plain data. A value that already is a `cls` is returned as it is.
+
+    Raises:
+        ConfigError: unknown key, missing key, wrong type or illegal value, each with its path.
+    """
+    if isinstance(data, cls):
+        return data
+    if attrs.has(cls) and not isinstance(data, Mapping):
+        raise ConfigError(
+            f"{where} wants a mapping of options", have=repr(data), want=f"the options of {cls.__name__}"
+        )
+    try:
+        return cast(T, _converter().structure(data, cls))
+    except Exception as error:
+        raise _explain(error, where, cls) from error
+
+
+def _converter() -> Any:
+    import cattrs
+
+    converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=True)
+
+    def plain(kind: type, accepts: tuple[type, ...]) -> None:
+        # cattrs' own hooks call int("x") or bool("no"); a config wants the type that was written.
+        def hook(value: Any, _: Any) -> Any:
+            if not isinstance(value, accepts) or (isinstance(value, bool) and kind is not bool):
+                raise ConfigError(f"want {kind.__name__}, have {value!r}")
+            return kind(value)
+
+        converter.register_structure_hook(kind, hook)
+
+    plain(int, (int,))
+    plain(float, (int, float))
+    plain(bool, (bool,))
+    plain(str, (str, Path))
+    return converter
+
+
+def _explain(error: BaseException, where: str, cls: Any = None) -> ConfigError:
+    """The first leaf of cattrs' tree of errors, as one error with the path in it."""
+    from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError
+
+    if isinstance(error, ClassValidationError | IterableValidationError):
+        owner = getattr(error, "cl", cls)
+        for sub in error.exceptions:
+            for note in getattr(sub, "__notes__", ()):
+                at = getattr(note, "name", getattr(note, "index", None))
+                if at is not None:
+                    path = f"{where}[{at}]" if isinstance(at, int) else f"{where}.{at}"
+                    return _explain(sub, path, getattr(note, "type", None))
+            return _explain(sub, where, owner)
+    if isinstance(error, ForbiddenExtraKeysError):
+        known = [field.name for field in attrs.fields(error.cl)] if attrs.has(error.cl) else []
+        extra = sorted(error.extra_fields)[0]
+        return ConfigError(
+            f"unknown key {extra!r} in {where}", where=f"{where}.{extra}", mend=did_you_mean(extra, known)
+        )
+    if isinstance(error, KeyError):
+        return ConfigError(f"{where} is missing", where=where, want=f"a value for {error}")
+    if isinstance(error, Refused):
+        message = error.message if where in error.message else f"{where}: {error.message}"
+        return ConfigError(message, have=error.have, want=error.want, where=where, mend=error.mend)
+    return ConfigError(f"{where}: {error}", where=where, want=getattr(cls, "__name__", str(cls) if cls else None))
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """A YAML file's mapping.
+
+    Raises:
+        ConfigError: no such file, not YAML, or not a mapping.
+    """
+    import yaml
+
+    try:
+        data = yaml.load(Path(path).read_text(), Loader=_yaml_loader())
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {str(path)!r}", have=error.strerror) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML", have=str(error)) from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds no mapping", have=type(data).__name__)
+    return data
+
+
+def override(data: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
+    """A copy of `data` with `path.to.key=value` applied; values are read as YAML.
+
+    Raises:
+        ConfigError: an assignment without "=", or a path through something that is no mapping.
+    """
+    import copy
+
+    import yaml
+
+    out = copy.deepcopy(dict(data))
+    for text in assignments:
+        path, equals, value = text.partition("=")
+        if not equals or not path:
+            raise ConfigError(f"cannot read the override {text!r}", want="path.to.key=value")
+        *parents, last = path.split(".")
+        node = out
+        for depth, key in enumerate(parents):
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                at = ".".join(parents[: depth + 1])
+                raise ConfigError(f"{at} is not a mapping, so {path} cannot be set", have=repr(node))
+        node[last] = yaml.load(value, Loader=_yaml_loader())
+    return out
+
+
+def _yaml_loader() -> Any:
+    """The safe loader, with 1e-3 read as a number (YAML 1.2) where PyYAML's 1.1 reads a string."""
+    import re
+
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    number = re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return Loader

@@ -1,0 +1,72 @@
+"""The one place that knows devices: which one a rank has, which collective backend serves it, and how to seed it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from core.errors import Refused
+
+if TYPE_CHECKING:
+    import torch
+
+DEVICE_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+def choose_device(device: str | None = None, local_rank: int = 0) -> torch.device:
+    """This rank's device.
+
+    Args:
+        device: "cpu", "cuda" or None for what the machine has.
+        local_rank: number of the rank on its node. Ray shows an actor only its own GPUs, so it wraps around.
+
+    Raises:
+        Refused: the device is unknown, or the machine has none of it.
+    """
+    import torch
+
+    have_cuda = torch.cuda.is_available()
+    kind = device or ("cuda" if have_cuda else "cpu")
+    if kind not in DEVICE_BACKENDS:
+        raise Refused(f"unknown device {kind!r}", want=sorted(DEVICE_BACKENDS))
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not have_cuda:
+        raise Refused("this process sees no CUDA device", want="device 'cpu', or a pool with use_gpu=True")
+    index = local_rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def collective_backend() -> str:
+    """`cpu:gloo,cuda:nccl` where both exist, so that CPU and GPU tensors both have collectives."""
+    import torch
+
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def pin_memory(device: torch.device) -> bool:
+    """Whether host buffers should be pinned: only where a CUDA device copies from them."""
+    return device.type == "cuda"
+
+
+def join_world(rank: int, world_size: int, store: Any, timeout_s: float) -> None:
+    """`torch.distributed.init_process_group` over a ready store; a second call is a no-op."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+            raise Refused(
+                "this process already belongs to another torch.distributed world",
+                have=f"rank {dist.get_rank()} of {dist.get_world_size()}",
+                want=f"rank {rank} of {world_size}",
+                mend="let the worker open its world before any library does",
+            )
+        return
+    dist.init_process_group(
+        collective_backend(),
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )

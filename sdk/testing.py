@@ -1,0 +1,160 @@
+"""Help for the tests of engines and rollouts: a world of real ranks on one machine, and tiny models made on the spot."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+class RankPool:
+    """Processes that form one gloo world and run functions on all ranks. Start it once a session: ranks import torch.
+
+    Example:
+        with RankPool(2) as ranks:
+            assert ranks.run(lambda rank, world_size: rank) == [0, 1]
+    """
+
+    def __init__(self, world_size: int, *, timeout_s: float = 120.0) -> None:
+        self.world_size, self._timeout_s = world_size, timeout_s
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        listener = _listen()
+        port = listener.getsockname()[1]
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(theirs, rank, world_size, port, listener if rank == 0 else None),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        listener.close()
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """`function(rank, world_size, *args, **kwargs)` on every rank; the results by rank.
+
+        Raises:
+            RuntimeError: a rank raised (with its traceback), died, or ran past the deadline. The pool is closed then,
+                since the others may be blocked in a collective.
+        """
+        from ray import cloudpickle
+
+        module = sys.modules.get(function.__module__)
+        if module is not None and module.__name__ != "__main__":
+            cloudpickle.register_pickle_by_value(module)
+        job = cloudpickle.dumps((function, args, kwargs))
+        for pipe in self._pipes:
+            pipe.send_bytes(job)
+        results = [None] * self.world_size
+        waiting = {id(pipe): rank for rank, pipe in enumerate(self._pipes)}
+        while waiting:
+            ready = multiprocessing.connection.wait(
+                [p for p in self._pipes if id(p) in waiting], self._timeout_s
+            )
+            if not ready:
+                self.close()
+                raise RuntimeError(f"ranks {sorted(waiting.values())} did not answer in {self._timeout_s} s")
+            for pipe in ready:
+                rank = waiting.pop(id(pipe))
+                try:
+                    ok, value = cloudpickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                except EOFError:
+                    ok, value = False, "its process died"
+                if not ok:
+                    self.close()
+                    raise RuntimeError(f"rank {rank} failed:\n{value}")
+                results[rank] = value
+        return results
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _listen() -> Any:
+    import socket
+
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(128)
+    return listener
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, port: int, listener: Any) -> None:
+    import torch
+    import torch.distributed as dist
+    from ray import cloudpickle
+
+    from core.device import join_world
+
+    torch.set_num_threads(1)
+    serving = {"master_listen_fd": listener.detach()} if listener is not None else {}
+    store = dist.TCPStore(
+        "127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False, **serving
+    )
+    join_world(rank, world_size, store, timeout_s=60)
+    while True:
+        try:
+            function, args, kwargs = cloudpickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = (True, function(rank, world_size, *args, **kwargs))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send_bytes(cloudpickle.dumps(answer))
+
+
+def tiny_model(
+    directory: str | Path, family: str = "qwen3", *, seed: int = 0, num_layers: int = 2, **options: Any
+) -> str:
+    """Write a random tiny causal LM of a family ("qwen3", "llama", "qwen2", "qwen3_moe") with save_pretrained.
+
+    Returns:
+        the directory, as a string.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    if family != "qwen2":
+        shape["head_dim"] = 16
+    if family == "qwen3_moe":
+        shape |= {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(family, **(shape | options))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(directory)
+    return str(directory)
