@@ -1,7 +1,7 @@
 """Batches: TensorDicts whose columns are dense tensors, jagged nested tensors, object columns or metadata.
 
 - dense: first dim is rows.
-- jagged: `torch.nested` with layout jagged, rows x tokens (x more dims). Handled by values and offsets, never row by row.
+- jagged: `torch.nested` with layout jagged, rows x tokens (x more dims). Handled by values and offsets, not by row.
 - object column: NonTensorStack, one Python object a row.
 - metadata: NonTensorData, one Python object for the whole batch.
 """
@@ -85,10 +85,12 @@ def row_lengths(batch: TensorDictBase) -> torch.Tensor:
     names += [name for name, value in columns(batch).items() if is_jagged(value)]
     for name in names:
         if is_jagged(column := batch.get(name)):
-            return contiguous(column).offsets().diff().cpu()
+            lengths: torch.Tensor = contiguous(column).offsets().diff().cpu()
+            return lengths
     mask = batch.get("attention_mask", None)
     if mask is not None:
-        return mask.sum(1, dtype=torch.int64).cpu()
+        lengths = mask.sum(1, dtype=torch.int64).cpu()
+        return lengths
     raise Refused(
         "cannot tell the lengths of the batch's rows",
         have=sorted(batch.keys()),
@@ -96,7 +98,7 @@ def row_lengths(batch: TensorDictBase) -> torch.Tensor:
     )
 
 
-def contiguous(column: torch.Tensor) -> torch.Tensor:
+def contiguous(column: Any) -> Any:
     """The jagged column with its values packed without holes, tokens on dim 1."""
     if column.layout != torch.jagged:
         raise Refused("nested columns have layout torch.jagged", have=column.layout)
@@ -189,9 +191,7 @@ def concat(batches: Sequence[TensorDictBase], where: str = "") -> TensorDict:
     return _build({name: join(name, [table[name] for table in tables]) for name in tables[0]}, total)
 
 
-def to_padded(
-    batch: TensorDictBase, *, multiple: int = 1, pads: Mapping[str, float] = PAD_VALUES
-) -> TensorDict:
+def to_padded(batch: TensorDictBase, *, multiple: int = 1, pads: Mapping[str, float] = PAD_VALUES) -> TensorDict:
     """Jagged columns padded on the right to (rows, width), with `attention_mask`.
 
     Args:

@@ -78,9 +78,7 @@ def structure(cls: type[T], data: Any, where: str = "config") -> T:
     if isinstance(data, cls):
         return data
     if attrs.has(cls) and not isinstance(data, Mapping):
-        raise ConfigError(
-            f"{where} wants a mapping of options", have=repr(data), want=f"the options of {cls.__name__}"
-        )
+        raise ConfigError(f"{where} wants a mapping of options", have=repr(data), want=f"the options of {cls.__name__}")
     try:
         return cast(T, _converter().structure(data, cls))
     except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -76,6 +76,14 @@ def _halves(path: str) -> tuple[str, str]:
     return module, name
 
 
+def _names(values: Iterable[str]) -> frozenset[str]:
+    return frozenset(values)
+
+
+def _capabilities(values: Iterable[str]) -> frozenset[Capability]:
+    return frozenset(Capability(value) for value in values)
+
+
 @attrs.frozen
 class Manifest:
     """One backend of a plugin. Paths are 'module:object' and imported only when the backend is chosen.
@@ -98,12 +106,10 @@ class Manifest:
     factory: str = attrs.field(validator=_module_object)
     config: str = attrs.field(validator=_module_object)
     planner: str | None = attrs.field(default=None, validator=_module_object)
-    model_types: frozenset[str] = attrs.field(
-        default=frozenset({"language_model"}), converter=frozenset[str]
-    )
-    devices: frozenset[str] = attrs.field(default=frozenset({"cpu", "cuda"}), converter=frozenset[str])
-    vendors: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset[str])
-    capabilities: frozenset[Capability] = attrs.field(default=frozenset(), converter=frozenset[Capability])
+    model_types: frozenset[str] = attrs.field(default=frozenset({"language_model"}), converter=_names)
+    devices: frozenset[str] = attrs.field(default=frozenset({"cpu", "cuda"}), converter=_names)
+    vendors: frozenset[str] = attrs.field(default=frozenset(), converter=_names)
+    capabilities: frozenset[Capability] = attrs.field(default=frozenset(), converter=_capabilities)
     requires: tuple[tuple[str, ...], ...] = ()
     env: str | None = None
     summary: str = ""
@@ -132,7 +138,10 @@ class ModelFacts:
         if not file.is_file():
             found = sorted(entry.name for entry in directory.iterdir())[:8]
             raise Refused(
-                f"the model directory {str(path)!r} has no config.json", have=found, where=str(file), mend=mend
+                f"the model directory {str(path)!r} has no config.json",
+                have=found,
+                where=str(file),
+                mend=mend,
             )
         try:
             config = json.loads(file.read_text())

@@ -1,8 +1,8 @@
 """The contract between workers and backends: Engine, Rollout, WeightTransfer, and the values they exchange.
 
-A batch is a TensorDict, one row a sequence (prompt then response). Token columns are aligned with `input_ids`: the value
-at position t belongs to token t, so log_probs[t] = log p(input_ids[t] | input_ids[:t]) and log_probs[0] = 0. Between
-driver and workers token columns are jagged (nested tensors that share their offsets); micro-batches are padded on the
+A batch is a TensorDict, one row a sequence (prompt then response). Token columns are aligned with `input_ids`: the
+value at position t belongs to token t, so log_probs[t] = log p(input_ids[t] | input_ids[:t]) and log_probs[0] = 0.
+Between driver and workers token columns are jagged (nested tensors that share their offsets); micro-batches are padded on the
 right, (rows, tokens) with `attention_mask`. Either form is accepted by worker methods.
 
 | column | shape | dtype | meaning |
@@ -19,8 +19,8 @@ right, (rows, tokens) with `attention_mask`. Either form is accepted by worker m
 | row_weight | rows | fp32 | 1 for a real row, 0 for filler; every denominator uses it |
 | prompt_ids | rows, tokens | int64 | input of generate |
 
-Metadata of a batch: `temperature` (float, 1.0 where absent): engines give log_probs and entropy of logits / temperature,
-so that trainer and rollout speak of the same distribution.
+Metadata of a batch: `temperature` (float, 1.0 where absent): engines give log_probs and entropy of logits /
+temperature, so that trainer and rollout speak of the same distribution.
 """
 
 from __future__ import annotations
@@ -195,8 +195,8 @@ class Engine(Protocol):
     def export_weights(
         self, adapter: Literal["merged", "only"] = "merged", dst: Literal["all", "first"] = "all"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Collective: every rank iterates to the end. Full tensors one at a time, in the order of weight_specs; on ranks
-        that dst leaves out, the tensor is empty."""
+        """Collective: every rank iterates to the end. Full tensors one at a time, in the order of weight_specs; on
+        ranks that dst leaves out, the tensor is empty."""
         ...
 
     def load_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> None: ...
@@ -264,9 +264,7 @@ class Rollout(Protocol):
         ...
 
     def initialize(self) -> None: ...
-    def generate(
-        self, prompts: TensorDict, sampling: SamplingParams, *, min_version: int | None = None
-    ) -> TensorDict:
+    def generate(self, prompts: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
         """prompt_ids (rows) -> the batch columns above (rows * num_samples), token columns jagged.
 
         Raises:
@@ -309,8 +307,8 @@ class GenerationDelta:
 
 
 class RolloutServer(Rollout, Protocol):
-    """A rollout that serves requests while others run. Lives in a worker class of its own, since one `async def` makes a
-    whole Ray actor concurrent."""
+    """A rollout that serves requests while others run. Lives in a worker class of its own, since one `async def` makes
+    a whole Ray actor concurrent."""
 
     def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> AsyncIterator[GenerationDelta]: ...
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -329,9 +327,7 @@ class WeightTransfer(Protocol):
         ...
 
     def connect(self, senders: Sequence[bytes], receivers: Sequence[bytes], index: int) -> None: ...
-    def send(
-        self, specs: Sequence[WeightSpec], stream: Iterator[tuple[str, torch.Tensor]], version: int
-    ) -> None: ...
+    def send(self, specs: Sequence[WeightSpec], stream: Iterator[tuple[str, torch.Tensor]], version: int) -> None: ...
     def receive(self, version: int) -> Iterator[Sequence[tuple[str, torch.Tensor]]]: ...
     def finish(self, ok: bool) -> None:
         """The sender's state moves on only when every receiver has confirmed digests."""

@@ -1,4 +1,4 @@
-"""Help for the tests of engines and rollouts: a world of real ranks on one machine, and tiny models made on the spot."""
+"""Help for tests of engines and rollouts: a world of real ranks on one machine, and tiny models made on the spot."""
 
 from __future__ import annotations
 
@@ -58,16 +58,14 @@ class RankPool:
         results = [None] * self.world_size
         waiting = {id(pipe): rank for rank, pipe in enumerate(self._pipes)}
         while waiting:
-            ready = multiprocessing.connection.wait(
-                [p for p in self._pipes if id(p) in waiting], self._timeout_s
-            )
+            ready = multiprocessing.connection.wait([p for p in self._pipes if id(p) in waiting], self._timeout_s)
             if not ready:
                 self.close()
                 raise RuntimeError(f"ranks {sorted(waiting.values())} did not answer in {self._timeout_s} s")
-            for pipe in ready:
+            for pipe in (pipe for pipe in self._pipes if pipe in ready):
                 rank = waiting.pop(id(pipe))
                 try:
-                    ok, value = cloudpickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                    ok, value = cloudpickle.loads(pipe.recv_bytes())
                 except EOFError:
                     ok, value = False, "its process died"
                 if not ok:
@@ -108,10 +106,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, listener: An
     from core.device import join_world
 
     torch.set_num_threads(1)
-    serving = {"master_listen_fd": listener.detach()} if listener is not None else {}
-    store = dist.TCPStore(
-        "127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False, **serving
-    )
+    serving: dict[str, Any] = {"master_listen_fd": listener.detach()} if listener is not None else {}
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False, **serving)
     join_world(rank, world_size, store, timeout_s=60)
     while True:
         try:

@@ -1,0 +1,347 @@
+"""WorkerGroup: a worker class's registered methods, bound as methods of one object. It knows no transport."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import attrs
+
+from core.dispatch import Call, Execute, MethodSpec, RankCall, method_specs
+from core.errors import DeadlineExceeded, ManymeshError, Refused, WorkerFailed
+from core.host import Answered, Died, Identity, Outcome, Raised, RefusedIt
+from core.mesh import Route
+from core.wire import decode
+
+
+@attrs.frozen
+class RayClassWithInitArgs:
+    """A worker class and what to construct it with on every rank."""
+
+    cls: type
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = attrs.field(factory=dict)
+
+    def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
+        self.__attrs_init__(cls, args, kwargs)  # type: ignore[attr-defined]
+
+
+class Ticket(Protocol):
+    """Calls under way on some ranks."""
+
+    @property
+    def ranks(self) -> frozenset[int]: ...
+    def done(self) -> bool: ...
+    def gather(self, timeout_s: float) -> dict[int, Outcome]:
+        """Outcomes by rank: all of them, or what there is soon after the first that is no answer. Ranks that have not
+        answered by the deadline are absent."""
+        ...
+
+
+class Transport(Protocol):
+    """Carries calls to workers. The driver's only way to them."""
+
+    world_size: int
+    identities: list[Identity]
+
+    def construct(self, cls_with_args: RayClassWithInitArgs) -> Ticket: ...
+    def route(self, mesh: str) -> Ticket: ...
+    def run(self, method: str, calls: Mapping[int, RankCall], answering: frozenset[int]) -> Ticket: ...
+    def shutdown(self) -> Ticket: ...
+    def end(self) -> None:
+        """End all workers' processes now. Can be called twice."""
+        ...
+
+    def log_tail(self, rank: int) -> tuple[str, ...]:
+        """Last lines that the rank's process wrote; empty where they can't be had."""
+        ...
+
+
+class Future:
+    """A call's result, later. Hand it to another group's method as it is, or ask for `result()`."""
+
+    def __init__(self, ticket: Ticket, finish: Callable[[], Any]) -> None:
+        self._ticket, self._finish = ticket, finish
+        self._outcome: tuple[bool, Any] | None = None
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        return self._outcome is not None or self._ticket.done()
+
+    def result(self) -> Any:
+        """Wait for the result. Raises what a blocking call would; a second call gives the same."""
+        if self._outcome is None:
+            try:
+                self._outcome = True, self._finish()
+            except ManymeshError as error:
+                self._outcome = False, error
+        ok, value = self._outcome
+        if not ok:
+            raise value
+        return value
+
+
+class WorkerGroup:
+    """One world of ranks, and the registered methods of their class.
+
+    Args:
+        transport: ready workers' processes.
+        cls_with_args: what to construct in each.
+        name: for errors.
+        timeout_s: deadline of a call that declares none.
+        start_timeout_s: deadline of construction.
+
+    Raises:
+        Refused: a registered method has a reserved name, or all constructors refused.
+        WorkerFailed: a constructor raised; the processes have been ended.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        cls_with_args: RayClassWithInitArgs,
+        *,
+        name: str | None = None,
+        timeout_s: float = 7200.0,
+        start_timeout_s: float = 300.0,
+    ) -> None:
+        self.name = name or cls_with_args.cls.__name__
+        self._transport, self._timeout_s = transport, timeout_s
+        self._routes: dict[str, Route] = {}
+        self._failure: ManymeshError | None = None
+        self._closed = False
+        try:
+            self._specs = self._bind(cls_with_args.cls)
+            self._settle(transport.construct(cls_with_args), "__init__", None, start_timeout_s)
+        except BaseException:
+            transport.end()
+            self._closed = True
+            raise
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._transport.world_size
+
+    @property
+    def identities(self) -> tuple[Identity, ...]:
+        """Node and process of each rank."""
+        return tuple(self._transport.identities)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a worker has failed; then every call raises."""
+        return self._failure is not None
+
+    def route(self, mesh: str) -> Route:
+        """The checked route of one of the workers' meshes.
+
+        Raises:
+            Refused: no such mesh, or one that would lose or double rows.
+        """
+        if mesh not in self._routes:
+            self._check_alive("route")
+            timeout_s = min(self._timeout_s, 60.0)
+            places = self._settle(self._transport.route(mesh), f"route of mesh {mesh!r}", mesh, timeout_s)
+            dp_ranks = tuple(places[rank][0] for rank in range(self.world_size))
+            route = Route(dp_ranks, frozenset(rank for rank, place in places.items() if place[1]))
+            route.check(mesh)
+            self._routes[mesh] = route
+        return self._routes[mesh]
+
+    def shutdown(self, timeout_s: float = 20.0) -> None:
+        """Let the workers free what they hold, then end their processes. Can be called twice."""
+        if not self._closed and self._failure is None:
+            self._transport.shutdown().gather(timeout_s)
+        self._closed = True
+        self._transport.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        state = "failed" if self.failed else "closed" if self._closed else "ready"
+        return f"<{type(self).__name__} {self.name!r}: {self.world_size} ranks, {state}>"
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for what is bound nowhere; typed Any, since the methods are the worker class's.
+        from core.errors import did_you_mean
+
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(f"group {self.name!r} has no method {name!r}; {did_you_mean(name, self._specs)}")
+
+    # -------------------------------------------------------------------------------------------- binding
+
+    def _bind(self, cls: type) -> dict[str, MethodSpec]:
+        methods = method_specs(cls)
+        reserved = sorted(name for name in dir(type(self)) if not name.startswith("_"))
+        clash = sorted(name for name in methods if name in reserved or name.startswith("_"))
+        if clash:
+            raise Refused(
+                f"{cls.__name__} registers methods under names of the group's own: {', '.join(clash)}",
+                have=clash,
+                want=f"names other than {', '.join(reserved)}, without a leading underscore",
+                where=f"group {self.name!r}",
+                mend="rename the worker's methods",
+            )
+        for name, (spec, function) in methods.items():
+            setattr(self, name, self._bound(name, spec, function))
+        return {name: spec for name, (spec, _) in methods.items()}
+
+    def _bound(self, name: str, spec: MethodSpec, function: Callable[..., Any]) -> Callable[..., Any]:
+        full = inspect.signature(function)
+        signature = full.replace(parameters=list(full.parameters.values())[1:])
+
+        @functools.wraps(function)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            arguments = signature.bind(*args, **kwargs)
+            future = self._submit(name, spec, arguments)
+            return future.result() if spec.blocking else future
+
+        method.__signature__ = signature  # type: ignore[attr-defined]
+        method.__qualname__ = f"{self.name}.{name}"
+        return method
+
+    # -------------------------------------------------------------------------------------------- calling
+
+    def _submit(self, method: str, spec: MethodSpec, arguments: inspect.BoundArguments) -> Future:
+        self._check_alive(method)
+        for key, value in arguments.arguments.items():
+            arguments.arguments[key] = _resolved(value)
+        call = Call(self.name, self.world_size, method, spec, arguments, self.route)
+        mode = spec.dispatch_mode
+        dealt = mode.dispatch(call)
+        if len(dealt) != self.world_size:
+            raise Refused(
+                f"dispatch mode {mode.name} dealt to another number of ranks than the group has",
+                have=len(dealt),
+                want=self.world_size,
+                where=call.where,
+            )
+        calls = {rank: each for rank, each in enumerate(dealt) if each is not None}
+        if spec.execute_mode is Execute.RANK_ZERO:
+            calls = {0: calls[0]}
+        answering = mode.answering(call) if mode.answering else frozenset(calls)
+        ticket = self._transport.run(method, calls, answering)
+        timeout_s = spec.timeout_s or self._timeout_s
+
+        def finish() -> Any:
+            answers = self._settle(ticket, method, spec.mesh, timeout_s)
+            return mode.collect(call, {rank: answers[rank] for rank in answering})
+
+        return Future(ticket, finish)
+
+    def _settle(self, ticket: Ticket, method: str, mesh: str | None, timeout_s: float) -> dict[int, Any]:
+        """Wait for outcomes; give the answers, or end the group and raise."""
+        outcomes = ticket.gather(timeout_s)
+        bad = {rank: each for rank, each in outcomes.items() if not isinstance(each, Answered)}
+        late = sorted(ticket.ranks - outcomes.keys())
+        if not bad and not late:
+            return {rank: decode(each.value) for rank, each in outcomes.items() if isinstance(each, Answered)}
+        refusals = [each.error for each in bad.values() if isinstance(each, RefusedIt)]
+        if len(refusals) == len(outcomes) and not late:
+            raise refusals[0]
+        self._transport_failed(self._explain(outcomes, late, method, mesh, timeout_s))
+        raise self._failure  # type: ignore[misc]
+
+    def _transport_failed(self, error: ManymeshError) -> None:
+        self._transport.end()
+        self._failure = self._failure or error
+
+    def _explain(
+        self, outcomes: dict[int, Outcome], late: list[int], method: str, mesh: str | None, timeout_s: float
+    ) -> ManymeshError:
+        bad = {rank: each for rank, each in outcomes.items() if not isinstance(each, Answered)}
+        if not bad:
+            return DeadlineExceeded(
+                f"ranks {late} of group {self.name!r} did not answer {method!r} within {timeout_s:g} s",
+                where=f"group {self.name!r}, method {method!r}",
+                mend="the group has been ended; give the method a longer timeout_s if it is healthy but slow",
+            )
+        rank = min(bad, key=lambda rank: (self._blame(rank, bad[rank]), rank))
+        first = bad[rank]
+        identity = self._transport.identities[rank]
+        facts: dict[str, Any] = {
+            "group": self.name,
+            "rank": rank,
+            "node": identity.node_address,
+            "pid": identity.pid,
+            "method": method,
+            "mesh": mesh,
+            "log_tail": self._transport.log_tail(rank),
+        }
+        mend = "the group's other ranks have been ended; build a new group"
+        if isinstance(first, Raised):
+            error = WorkerFailed(
+                f"rank {rank} of group {self.name!r} raised {first.summary}",
+                traceback=first.traceback,
+                mend=mend,
+                **facts,
+            )
+            error.__cause__ = first.error
+            return error
+        if isinstance(first, RefusedIt):
+            some = sorted(r for r, each in bad.items() if isinstance(each, RefusedIt))
+            error = WorkerFailed(
+                f"only ranks {some} of group {self.name!r} refused: {first.error.message}",
+                traceback=str(first.error),
+                mend="a refusal must be found on all ranks alike; " + mend,
+                **facts,
+            )
+            error.__cause__ = first.error
+            return error
+        return WorkerFailed(
+            f"the process of rank {rank} of group {self.name!r} died", exit=first.exit, mend=mend, **facts
+        )
+
+    def _blame(self, rank: int, outcome: Outcome) -> tuple[int, float]:
+        """Sorts who failed first to the front. When one process dies or raises, its peers' collectives fail too:
+        gloo and nccl errors, and processes that they abort, come last."""
+        match outcome:
+            case Raised(summary=summary, at=at):
+                return (2 if _is_collective_error(summary) else 0), at
+            case Died():
+                aborted = any("Fatal Python error: Aborted" in line for line in self._transport.log_tail(rank))
+                return (3 if aborted else 1), 0.0
+            case _:
+                return 2, 0.0
+
+    def _check_alive(self, method: str) -> None:
+        if self._failure is not None:
+            cause = self._failure
+            raise WorkerFailed(
+                f"group {self.name!r} has failed earlier, so {method!r} cannot run: {cause.message}",
+                group=self.name,
+                rank=getattr(cause, "rank", -1),
+                method=method,
+                mend="build a new group",
+            ) from cause
+        if self._closed:
+            raise Refused(f"group {self.name!r} has been shut down", where=f"method {method!r}")
+
+
+def _resolved(value: Any) -> Any:
+    if isinstance(value, Future):
+        return value.result()
+    if type(value) is tuple:
+        return tuple(_resolved(item) for item in value)
+    if type(value) is dict:
+        return {key: _resolved(item) for key, item in value.items()}
+    return value
+
+
+_COLLECTIVE_SIGNS = ("gloo", "nccl", "connection closed by peer", "connection reset")
+
+
+def _is_collective_error(summary: str) -> bool:
+    kind, _, text = summary.partition(":")
+    return kind.startswith("Dist") or any(sign in text.lower() for sign in _COLLECTIVE_SIGNS)

@@ -1,0 +1,144 @@
+"""What runs in a worker's process around the user's class: it takes its place, calls methods, and turns what happens
+into outcomes that can travel."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+from typing import Any
+
+import attrs
+
+from core.dispatch import RankCall
+from core.errors import Refused
+from core.wire import decode, encode
+from core.worker import WorkerContext, placed
+
+
+@attrs.frozen
+class Answered:
+    value: Any  # encoded; None where no answer was asked for
+
+
+@attrs.frozen
+class RefusedIt:
+    error: Refused
+
+
+@attrs.frozen
+class Raised:
+    """An exception in the worker. `at` is the clock's time, to find the first of several."""
+
+    summary: str
+    traceback: str
+    at: float
+    error: BaseException | None = None  # None where it doesn't pickle
+
+
+@attrs.frozen
+class Died:
+    """The worker's process is gone."""
+
+    exit: str
+
+
+Outcome = Answered | RefusedIt | Raised | Died
+
+
+@attrs.frozen
+class Identity:
+    """Where a worker's process runs."""
+
+    node_id: str
+    node_address: str
+    pid: int
+    gpu_ids: tuple[str, ...] = ()
+    log_files: tuple[str, ...] = ()
+
+
+class WorkerHost:
+    """Holds one worker. Its methods return outcomes and never raise, except for what ends a process."""
+
+    def __init__(self) -> None:
+        self._worker: Any = None
+        self._context = WorkerContext()
+        self._listener: socket.socket | None = None
+
+    def open_rendezvous(self, address: str) -> int:
+        """Listen on a port of the system's choice, for the store that rank 0 will serve there."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.socket(family)
+        self._listener.bind((address, 0))
+        self._listener.listen(1024)
+        return int(self._listener.getsockname()[1])
+
+    def construct(
+        self,
+        cls: type,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context: WorkerContext,
+        *,
+        set_env: bool,
+    ) -> Outcome:
+        """Take a place and make the worker there."""
+        self._context = attrs.evolve(context, listener=self._listener)
+        if set_env:
+            os.environ.update(self._context.environment())
+
+        def make() -> None:
+            self._worker = cls(*decode(args), **decode(kwargs))
+
+        return self._guarded(make)
+
+    def route(self, mesh: str) -> Outcome:
+        """This rank's (dp rank, whether it is collected) in the worker's mesh."""
+
+        def look() -> tuple[int, bool]:
+            found = self._worker.mesh(mesh)
+            return found.dp_rank, found.is_collect
+
+        return self._guarded(look)
+
+    def run(self, method: str, call: RankCall, answer: bool) -> Outcome:
+        """Call the worker's method with private copies of the arguments."""
+
+        def go() -> Any:
+            args, kwargs = decode(call.args), decode(dict(call.kwargs))
+            value = getattr(self._worker, method)(*args, **kwargs)
+            return value if answer else None
+
+        return self._guarded(go, call)
+
+    def shutdown(self) -> Outcome:
+        return self._guarded(lambda: self._worker.shutdown() if hasattr(self._worker, "shutdown") else None)
+
+    def _guarded(self, action: Any, call: RankCall | None = None) -> Outcome:
+        try:
+            with placed(self._context, call.shard if call else None):
+                return Answered(encode(action()))
+        except Refused as error:
+            error.__traceback__ = None
+            return RefusedIt(error)
+        except Exception as error:
+            return Raised(
+                summary=f"{type(error).__name__}: {error}",
+                traceback="".join(traceback.format_exception(error)),
+                at=time.time(),
+                error=_portable(error),
+            )
+
+
+def _portable(error: BaseException) -> BaseException | None:
+    """The exception without its frames, if it survives pickling."""
+    import pickle
+
+    error = error.with_traceback(None)
+    error.__cause__ = error.__context__ = None
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return None
+    return error

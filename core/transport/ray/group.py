@@ -1,0 +1,48 @@
+"""RayWorkerGroup: a WorkerGroup on a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from core.group import RayClassWithInitArgs, WorkerGroup
+from core.transport.ray.actors import RayTransport
+from core.transport.ray.pool import RayResourcePool, need_ray
+
+
+class RayWorkerGroup(WorkerGroup):
+    """One Ray actor a rank, filling a pool.
+
+    Args:
+        resource_pool: where the actors run; placed now if it is not yet.
+        ray_cls_with_init: what to construct on each rank.
+        name: for errors; the class's name when not given.
+        env: environment variables of the actors' processes.
+        timeout_s: deadline of a call that declares none, seconds.
+        start_timeout_s: deadline of start and construction, seconds.
+
+    Raises:
+        Refused: the pool cannot be placed, a method has a reserved name, or all constructors refused.
+        DeadlineExceeded: the processes did not start in time.
+        WorkerFailed: a constructor raised; all processes have been ended.
+    """
+
+    def __init__(
+        self,
+        resource_pool: RayResourcePool,
+        ray_cls_with_init: RayClassWithInitArgs,
+        *,
+        name: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 7200.0,
+        start_timeout_s: float = 300.0,
+    ) -> None:
+        need_ray()
+        name = name or ray_cls_with_init.cls.__name__
+        transport = RayTransport(resource_pool, name, env or {}, start_timeout_s)
+        super().__init__(
+            transport,
+            ray_cls_with_init,
+            name=name,
+            timeout_s=timeout_s,
+            start_timeout_s=start_timeout_s,
+        )

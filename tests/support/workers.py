@@ -1,0 +1,205 @@
+"""Small workers that tests put on groups. A module of its own, so that Ray's processes can import it by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from core.dispatch import Dispatch, Execute, on_mesh, register
+from core.errors import Refused
+from core.mesh import MeshLayout, RankMesh, Route
+from core.worker import Worker
+
+
+def mesh_of(rank: int, dp_ranks: Sequence[int], collected: Sequence[int]) -> RankMesh:
+    return RankMesh(MeshLayout.of(rank=len(dp_ranks)), rank, Route(tuple(dp_ranks), frozenset(collected)))
+
+
+class Echo(Worker):
+    """Has one mesh "m" with the route it is given, and methods that show what reached it."""
+
+    def __init__(self, dp_ranks: Sequence[int] = (0,), collected: Sequence[int] = (0,)) -> None:
+        self.add_mesh("m", mesh_of(self.rank, dp_ranks, collected))
+        self.calls = 0
+
+    @property
+    def explosive(self) -> Any:
+        raise RuntimeError("a property that raises")
+
+    @register(on_mesh("m"))
+    def echo(self, batch: Any, other: Any = None) -> Any:
+        """Give the batch back."""
+        self.calls += 1
+        return batch
+
+    @register(on_mesh("m"))
+    def second(self, batch: Any, other: Any) -> Any:
+        return other
+
+    @register(on_mesh("m"))
+    def edit(self, batch: Any) -> Any:
+        """Add the rank, double x in place, drop y."""
+        batch["rank"] = batch["x"].new_full((len(batch),), self.rank)
+        batch["x"].mul_(2)
+        return batch.exclude("y")
+
+    @register(on_mesh("m"), rows_per_input=lambda batch, times: times)
+    def repeat(self, batch: Any, times: int) -> Any:
+        import torch
+
+        from core.batch import select
+
+        return select(batch, torch.arange(len(batch)).repeat_interleave(times))
+
+    @register(on_mesh("m"), num_blocks=lambda batch, num_blocks: num_blocks)
+    def in_blocks(self, batch: Any, num_blocks: int) -> Any:
+        """Row numbers by which block they came in."""
+        assert self.shard is not None
+        run = len(batch) // num_blocks
+        batch["block"] = batch["x"].new_tensor([i // run for i in range(len(batch))])
+        batch["row"] = batch["x"].new_tensor(self.shard.row_numbers())
+        return batch
+
+    @register(on_mesh("m"))
+    def drop_last_row(self, batch: Any) -> Any:
+        from core.batch import take
+
+        return take(batch, [(0, len(batch) - 1)])
+
+    @register(on_mesh("m"))
+    def answer(self, batch: Any, kind: str) -> Any:
+        from core.protocols import Metric
+
+        if kind == "some_none":
+            return None if self.rank == 0 else batch
+        return {
+            "none": None,
+            "number": self.rank,
+            "metric": {"loss": Metric(float(self.rank), 2.0), "peak": Metric(self.rank, how="max")},
+            "pair": (batch, {"rank": self.rank}),
+        }[kind]
+
+    @register(on_mesh("m"), blocking=False)
+    def later(self, batch: Any) -> Any:
+        return batch
+
+    @register(Dispatch.ONE_TO_ALL)
+    def see(self, value: Any, *more: Any, **named: Any) -> Any:
+        """What arrived, and where."""
+        return self.rank, value, more, named
+
+    @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO)
+    def see_on_zero(self, value: Any) -> Any:
+        self.calls += 1
+        return self.rank, value
+
+    @register(Dispatch.RANK_ZERO)
+    def zero(self, value: Any) -> Any:
+        self.calls += 1
+        return self.rank, value
+
+    @register()
+    def num_calls(self) -> int:
+        return self.calls
+
+    @register()
+    def place(self) -> dict[str, Any]:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "RAY_LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        return {name: os.environ.get(name) for name in names} | {"pid": os.getpid()}
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def sleep(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    @register(Dispatch.ONE_TO_ALL, timeout_s=1.0)
+    def too_slow(self, rank: int) -> None:
+        time.sleep(30 if self.rank == rank else 0)
+
+    @register()
+    def refuse(self, ranks: Sequence[int]) -> int:
+        if self.rank in ranks:
+            raise Refused("this was a bad request", have=1, want=2)
+        return self.rank
+
+    @register()
+    def fail(self, rank: int) -> None:
+        """One rank raises while the others wait in a collective."""
+        self.init_process_group()
+        import torch
+        import torch.distributed as dist
+
+        dist.all_reduce(torch.ones(1))
+        if self.rank == rank:
+            raise ZeroDivisionError("the one at fault")
+        dist.all_reduce(torch.ones(1))
+
+    @register(on_mesh("m"))
+    def be_killed(self, batch: Any, rank: int) -> Any:
+        """One rank's process is killed while the others wait in a collective."""
+        self.init_process_group()
+        import torch
+        import torch.distributed as dist
+
+        dist.all_reduce(torch.ones(1))
+        if self.rank == rank:
+            print("last words of the rank that is killed", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+        return batch
+
+    @register()
+    def sum_ranks(self) -> int:
+        self.init_process_group()
+        import torch
+        import torch.distributed as dist
+
+        total = torch.tensor(self.rank)
+        dist.all_reduce(total)
+        return int(total)
+
+
+class Inheriting(Echo):
+    """Overrides registered methods without the decorator."""
+
+    def echo(self, batch: Any, other: Any = None) -> Any:
+        batch["inherited"] = batch["x"] * 0 + 1
+        return batch
+
+    zero = None  # type: ignore[assignment]  # overridden by something that is no method
+
+
+class Clashing(Worker):
+    @register()
+    def world_size(self) -> int:  # type: ignore[override]
+        return 1
+
+
+class FailsToStart(Worker):
+    def __init__(self, how: str) -> None:
+        if how == "refuse":
+            raise Refused("a bad constructor argument", have=how)
+        if self.rank == self.world_size - 1:
+            raise OSError("no such accelerator")
+
+
+class Nested(Worker):
+    """Holds two inner workers whose meshes have the same name."""
+
+    def __init__(self, doubled: bool = False) -> None:
+        train, ref = Echo([0, 1, 2, 3], [0, 1, 2, 3]), Echo([0, 0, 1, 1], [1, 3])
+        self.export_mesh("train", train, "m")
+        self.export_mesh("train" if doubled else "ref", ref, "m")
+
+    @register(on_mesh("train"))
+    def on_train(self, batch: Any) -> Any:
+        batch["num"] = batch["x"] * 0 + len(batch)
+        return batch
+
+    @register(on_mesh("ref"))
+    def on_ref(self, batch: Any) -> Any:
+        batch["num"] = batch["x"] * 0 + len(batch)
+        return batch
