@@ -1,0 +1,313 @@
+"""Rollout with transformers' generate: a whole copy of the weights on every rank, no server, no extra process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from core.device import choose_device
+from core.errors import ManymeshError, Refused
+from core.manifest import ModelFacts
+from core.mesh import RankMesh
+from core.protocols import LogProbKind, MemoryTag, SamplingParams, WeightSpec
+from manymesh_hf.config import HfRolloutConfig
+from manymesh_hf.plan import plan
+from manymesh_hf.rows import Prompts, Responses
+from manymesh_hf.sampling import ResponseEnd, RowSampler, row_uniforms
+from manymesh_hf.weights import WeightTable, WeightUpdate, drop, restore
+
+_TAGS = ("weights", "kv_cache")
+
+
+class HfRollout:
+    """`core.protocols.Rollout` over transformers.
+
+    Versions: 0 after `initialize()`, the update's version after `finish_weight_update()`, None in between, after a
+    failed update and after `release(["weights"])`, until a whole update was loaded.
+
+    Args:
+        config: options; `config.model` is the directory to load.
+        device: "cpu", "cuda" or None for what the machine has.
+    """
+
+    def __init__(self, config: HfRolloutConfig, device: str | None = None) -> None:
+        self._config = config
+        self._device = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        in_world = dist.is_available() and dist.is_initialized()
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if in_world else (0, 1)
+        planned = plan(config, world_size, None)
+        self._mesh = RankMesh(
+            planned.layouts["dense"], rank, planned.route, (lambda *axes: dist.group.WORLD) if in_world else None
+        )
+        self._model: Any = None
+        self._tokenizer: Any = None
+        self._eos: tuple[int, ...] = ()
+        self._table: WeightTable | None = None
+        self._update: WeightUpdate | None = None
+        self._dropped: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._version: int | None = None
+
+    @property
+    def mesh(self) -> RankMesh:
+        return self._mesh
+
+    @property
+    def weight_version(self) -> int | None:
+        return self._version
+
+    def initialize(self) -> None:
+        """Load the directory's weights, which are version 0.
+
+        Raises:
+            Refused: no checkpoint is there, it lacks weights, or transformers cannot load it as a causal language
+                model.
+        """
+        facts = ModelFacts.read(self._config.model)
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                facts.path,
+                dtype=getattr(torch, self._config.dtype),
+                attn_implementation=self._config.attn_implementation,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except (ImportError, OSError, ValueError) as error:
+            raise Refused(
+                f"transformers cannot load {facts.path!r} as a causal language model",
+                have=str(error),
+                where=f"model type {facts.model_type!r}",
+                mend="check the directory's weights, and the config's attn_implementation",
+            ) from error
+        if missing := sorted(report["missing_keys"]):
+            raise Refused(
+                f"the checkpoint {facts.path!r} lacks {len(missing)} of the model's weights",
+                have=f"missing {missing[:20]}",
+                want="a whole checkpoint, as save_pretrained writes it",
+            )
+        eos = model.generation_config.eos_token_id
+        self._eos = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+        # generate fills what a call leaves open from here: a checkpoint's top_k or penalties must not slip in.
+        model.generation_config = GenerationConfig()
+        self._model = model.eval().requires_grad_(False).to(self._device)
+        self._table = WeightTable(self._model)
+        self._update, self._dropped, self._version = None, [], 0
+
+    def generate(self, prompts: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
+        """See `core.protocols.Rollout.generate`. Columns come back on the device of prompt_ids.
+
+        Sample j of the prompt with prompt_id i (its row number where there is no such column) draws from
+        (sampling.seed, i, j); without a seed, from fresh entropy. With temperature 0, log-probabilities RAW and
+        TEMPERATURE are those of the untempered model, PROCESSED are 0, and the metadata `temperature` is 1.
+
+        Raises:
+            Refused: no valid weights, or older than min_version; prompts that are empty, of another vocabulary, or that
+                leave no room in the context; stop ids or strings that the model or its tokenizer doesn't have.
+            ManymeshError: the model gave logits that are not finite.
+        """
+        version = self._valid_version(min_version)
+        table = Prompts.read(prompts)
+        config = self._model.config.get_text_config(decoder=True)
+        context = getattr(config, "max_position_embeddings", None)
+        table.check(config.vocab_size, context, sampling.max_new_tokens)
+        stop_ids = self._stop_ids(sampling, config.vocab_size)
+        strings = self._stop_strings(sampling.stop)
+        sample = torch.arange(sampling.num_samples).repeat(len(table))
+        table = table.repeat(sampling.num_samples)
+        uniforms = None
+        if sampling.temperature:
+            seed = int.from_bytes(os.urandom(8)) if sampling.seed is None else sampling.seed
+            uniforms = row_uniforms(seed, table.prompt_id.cpu(), sample, sampling.max_new_tokens)
+        step = self._config.max_batch_rows or max(len(table), 1)
+        parts = [
+            self._run(
+                table.take(start, min(start + step, len(table))),
+                None if uniforms is None else uniforms[:, start : start + step],
+                sampling,
+                stop_ids,
+                strings,
+            )
+            for start in range(0, len(table), step)
+        ]
+        return Responses.concat(parts or [Responses.none()]).batch(
+            table,
+            weight_version=version,
+            temperature=sampling.temperature or 1.0,
+            log_prob_kind=LogProbKind(sampling.log_probs).value,
+        )
+
+    def _run(
+        self,
+        prompts: Prompts,
+        uniforms: torch.Tensor | None,
+        sampling: SamplingParams,
+        stop_ids: torch.Tensor,
+        strings: StopStringCriteria | None,
+    ) -> Responses:
+        """One call of generate over all rows of `prompts`."""
+        prompts = prompts.to(self._device)
+        sampler = RowSampler(sampling, stop_ids, None if uniforms is None else uniforms.to(self._device))
+        end = ResponseEnd(prompts.ids, stop_ids, strings, sampling.min_new_tokens)
+        # No eos here: `end` knows all stops, and rows that go on behind theirs are cut.
+        sequences = self._model.generate(
+            prompts.ids,
+            attention_mask=prompts.mask,
+            generation_config=GenerationConfig(do_sample=False, max_new_tokens=sampling.max_new_tokens),
+            logits_processor=LogitsProcessorList([sampler]),
+            stopping_criteria=StoppingCriteriaList([end]),
+        )
+        responses = Responses.cut(prompts, sequences, sampler.log_probs, end.lengths)
+        if not bool(responses.log_probs.isfinite().all()):
+            raise ManymeshError(
+                "the model gave logits that are not finite",
+                where=f"weight version {self._version}, rank {self._mesh.rank}",
+                mend="look at the last weight update: parameters may be NaN or infinite",
+            )
+        return responses
+
+    def _valid_version(self, min_version: int | None) -> int:
+        if self._version is None:
+            raise Refused(
+                "the rollout has no valid weights to generate with",
+                have=self._state(),
+                want="weights that were loaded as a whole",
+                mend="initialize(), or resume(['weights']) and run a weight update to its end",
+            )
+        if min_version is not None and self._version < min_version:
+            raise Refused(
+                "the rollout's weights are too old",
+                have=f"version {self._version}",
+                want=f"version {min_version} or later",
+                mend="update the weights before generating",
+            )
+        return self._version
+
+    def _state(self) -> str:
+        if self._model is None:
+            return "not initialized"
+        if self._dropped:
+            return "weights released"
+        return "a weight update under way" if self._update else "weights released or an update not finished"
+
+    def _stop_ids(self, sampling: SamplingParams, vocab_size: int) -> torch.Tensor:
+        foreign = [token for token in sampling.stop_token_ids if not 0 <= token < vocab_size]
+        if foreign:
+            raise Refused("stop_token_ids are not in the vocabulary", have=foreign, want=f"0..{vocab_size - 1}")
+        eos = () if sampling.ignore_eos else tuple(token for token in self._eos if token < vocab_size)
+        return torch.tensor(sorted({*eos, *sampling.stop_token_ids}), dtype=torch.int64, device=self._device)
+
+    def _stop_strings(self, stop: Sequence[str]) -> StopStringCriteria | None:
+        if not stop:
+            return None
+        if "" in stop:
+            raise Refused("a stop string is empty", have=list(stop), want="at least one character each")
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(self._config.model, local_files_only=True)
+            except (ImportError, OSError, ValueError) as error:
+                raise Refused(
+                    "stop strings need a tokenizer, and the model directory has none",
+                    where=self._config.model,
+                    mend="save the tokenizer into the directory, or use stop_token_ids",
+                ) from error
+        try:
+            return StopStringCriteria(self._tokenizer, list(stop))
+        except ValueError as error:
+            raise Refused(
+                "no token of the tokenizer can end the stop strings", have=list(stop), where=self._config.model
+            ) from error
+
+    def release(self, tags: Sequence[MemoryTag]) -> None:
+        """Free memory.
+
+        "weights": the parameters are dropped on any device, not moved; weight_version is None until they are resumed
+        and a whole update was loaded. Buffers (rotary tables) stay. "kv_cache": the cache lives no longer than a call
+        of generate, so there is none to drop. On CUDA either gives the allocator's free blocks back to the device.
+        """
+        self._check_tags(tags)
+        if "weights" in tags and not self._dropped:
+            self._update, self._version = None, None
+            self._dropped = drop(self._model)
+        self._empty_cache()
+
+    def resume(self, tags: Sequence[MemoryTag]) -> None:
+        """Take memory again. Weights hold garbage then, so that weight_version stays None until a whole update."""
+        self._check_tags(tags)
+        if "weights" in tags:
+            restore(self._dropped)
+            self._dropped = []
+
+    def _check_tags(self, tags: Iterable[str]) -> None:
+        self._loaded()
+        unknown = sorted(set(tags) - set(_TAGS))
+        if unknown:
+            raise Refused("unknown memory tags", have=unknown, want=f"some of {_TAGS}")
+
+    def _loaded(self) -> WeightTable:
+        if self._table is None:
+            raise Refused("the rollout has no model yet", mend="call initialize() first")
+        return self._table
+
+    def begin_weight_update(self, specs: Sequence[WeightSpec], version: int) -> None:
+        """See `core.protocols.Rollout`. An update that was begun before and not finished is forgotten.
+
+        Raises:
+            Refused: names, shapes or kinds of dtype differ from the model's (dtypes of one kind are cast), or the
+                weights are released. Nothing has changed then.
+        """
+        table = self._loaded()
+        if self._dropped:
+            raise Refused(
+                "the rollout's weights are released, so there is nothing to load into",
+                mend="resume(['weights']) before the update",
+            )
+        self._update = WeightUpdate(table, specs, version)
+        self._version = None
+
+    def load_bucket(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Copy tensors into the model; they may be reused after return.
+
+        Raises:
+            Refused: no update was begun; a tensor was not announced, came before or has another shape. Nothing of the
+                bucket is copied then.
+        """
+        self._under_way().load(bucket)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def finish_weight_update(self) -> None:
+        """Raises Refused, with the names, when weights have not come; weight_version stays None then."""
+        update = self._under_way()
+        update.check_complete()
+        self._update, self._version = None, update.version
+
+    def abort_weight_update(self) -> None:
+        """Forget the update. Weights are written in place, so weight_version stays None if one was under way."""
+        self._update = None
+
+    def _under_way(self) -> WeightUpdate:
+        if self._update is None:
+            raise Refused("no weight update is under way", mend="call begin_weight_update first")
+        return self._update
+
+    def shutdown(self) -> None:
+        """Let go of the model; `initialize()` may load it again."""
+        self._model = self._tokenizer = self._table = self._update = self._version = None
+        self._dropped = []
+        self._empty_cache()
+
+    def _empty_cache(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
