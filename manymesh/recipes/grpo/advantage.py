@@ -1,0 +1,50 @@
+"""Advantages of GRPO (arXiv 2402.03300): a sample's reward against those of the other samples of its
+prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from core.batch import contiguous
+
+
+def group_advantages(
+    rewards: torch.Tensor, prompt_id: torch.Tensor, *, divide_by_std: bool = True, eps: float = 1e-4
+) -> torch.Tensor:
+    """`(reward - mean) / (std + eps)` within the rows of one prompt, wherever these stand in the batch.
+
+    Args:
+        rewards: (rows,).
+        prompt_id: (rows,), equal for rows of one group.
+        divide_by_std: by the sample standard deviation (n - 1). False leaves the plain difference, which
+            doesn't favour prompts that are nearly always or hardly ever solved (arXiv 2503.20783).
+
+    Returns:
+        (rows,) fp32. Zero for a group of one, and where all rewards of a group are equal.
+    """
+    _, group = prompt_id.unique(return_inverse=True)
+    rewards = rewards.double()  # a third summed in fp32 leaves a rest that eps doesn't hide
+    count = torch.bincount(group).double()
+    mean = torch.bincount(group, rewards) / count
+    centred = rewards - mean[group]
+    if divide_by_std:
+        variance = torch.bincount(group, centred.square()) / (count - 1).clamp(min=1)
+        centred = centred / (variance.sqrt()[group] + eps)
+    return centred.float()
+
+
+def spread_over_tokens(by_row: torch.Tensor, batch: TensorDict) -> torch.Tensor:
+    """One value a row, written to the row's response tokens and 0 elsewhere: jagged, aligned with input_ids.
+
+    Args:
+        by_row: (rows,).
+        batch: jagged input_ids and response_mask.
+    """
+    input_ids: Any = contiguous(batch["input_ids"])
+    offsets = input_ids.offsets()  # shared, as arithmetic between columns demands
+    mask = contiguous(batch["response_mask"]).values()
+    values = torch.repeat_interleave(by_row, offsets.diff()) * mask
+    return torch.nested.nested_tensor_from_jagged(values, offsets)
