@@ -71,6 +71,15 @@ def _module_object(_: object, attribute: attrs.Attribute[Any], value: str | None
         )
 
 
+def _groups(_: object, attribute: attrs.Attribute[Any], value: tuple[tuple[str, ...], ...]) -> None:
+    if not all(isinstance(group, tuple | list) and group for group in value):
+        raise Refused(
+            "a manifest's requires is a tuple of groups, each a tuple of alternatives",
+            have=repr(value),
+            want='for example (("torch>=2.9",), ("transformers>=5",))',
+        )
+
+
 def _halves(path: str) -> tuple[str, str]:
     module, _, name = path.partition(":")
     return module, name
@@ -102,7 +111,7 @@ class Manifest:
     """
 
     kind: Kind = attrs.field(validator=attrs.validators.in_(KINDS))
-    name: str
+    name: str = attrs.field(validator=attrs.validators.matches_re(r"[^:\s]+"))  # users write dist:name
     factory: str = attrs.field(validator=_module_object)
     config: str = attrs.field(validator=_module_object)
     planner: str | None = attrs.field(default=None, validator=_module_object)
@@ -110,7 +119,7 @@ class Manifest:
     devices: frozenset[str] = attrs.field(default=frozenset({"cpu", "cuda"}), converter=_names)
     vendors: frozenset[str] = attrs.field(default=frozenset(), converter=_names)
     capabilities: frozenset[Capability] = attrs.field(default=frozenset(), converter=_capabilities)
-    requires: tuple[tuple[str, ...], ...] = ()
+    requires: tuple[tuple[str, ...], ...] = attrs.field(default=(), validator=_groups)
     env: str | None = None
     summary: str = ""
 

@@ -1,0 +1,131 @@
+"""What is installed, what is broken, why, and how to mend it: `python -m core.list_engines`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from core.hookspecs import ENTRY_POINT_GROUP, PROJECT
+from core.manifest import KINDS
+from core.registry import EngineRegistry, Entry, Status
+
+_STYLES = {
+    Status.OK: "green",
+    Status.DISABLED: "dim",
+    Status.INCOMPATIBLE: "yellow",
+    Status.MISSING_DEPENDENCY: "yellow",
+    Status.BROKEN: "red",
+    Status.SHADOWED: "red",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the listing; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m core.list_engines", description="List the engines, rollouts and transfers that are installed."
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON (schema 1) instead of a table")
+    parser.add_argument("--kind", choices=KINDS, help="only backends of one kind, and plugins whose kind is unknown")
+    parser.add_argument("--verbose", action="store_true", help="also capabilities, requirements, factory and config")
+    parser.add_argument("--strict", action="store_true", help="exit 1 when anything but what is disabled is not ok")
+    args = parser.parse_args(argv)
+
+    with contextlib.redirect_stdout(sys.stderr):  # a plugin that prints at import must not spoil the JSON
+        found = EngineRegistry.discover().entries
+    entries = [entry for entry in found if args.kind is None or entry.kind in (args.kind, None)]
+    if args.json:
+        import json
+
+        print(json.dumps({"schema": 1, "entries": [as_dict(entry) for entry in entries]}, indent=2))
+    elif entries:
+        _print_table(entries, args.verbose)
+    else:
+        print(_nothing(args.kind))
+    healthy = all(entry.status in (Status.OK, Status.DISABLED) for entry in entries)
+    return 0 if healthy or not args.strict else 1
+
+
+def as_dict(entry: Entry) -> dict[str, Any]:
+    """An entry as the JSON listing shows it. What only a manifest knows is empty or None where there is none."""
+    manifest = entry.manifest
+    return {
+        "name": entry.name,
+        "kind": entry.kind,
+        "status": str(entry.status),
+        "distribution": entry.distribution,
+        "version": entry.version,
+        "reason": entry.reason,
+        "mend": entry.mend,
+        "devices": sorted(manifest.devices) if manifest else [],
+        "model_types": sorted(manifest.model_types) if manifest else [],
+        "capabilities": sorted(map(str, manifest.capabilities)) if manifest else [],
+        "factory": manifest.factory if manifest else None,
+    }
+
+
+def _print_table(entries: Sequence[Entry], verbose: bool) -> None:
+    """In colours and folded to the width of a terminal; plain and one line a line where it goes to a pipe or a file."""
+    header = ("kind", "name", "status", "distribution", "devices", "")
+    rows = [_row(entry, verbose) for entry in entries]
+    if not sys.stdout.isatty():
+        widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header) - 1)]
+        for *cells, text in [header, *rows]:
+            line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+            print(f"{line}  {text}".rstrip().replace("\n", "\n" + " " * (len(line) + 2)))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*header, box=None, pad_edge=False)
+    for entry, row in zip(entries, rows, strict=True):
+        # Text, not markup: what plugins say may hold brackets.
+        styles = {2: _STYLES[entry.status]}
+        table.add_row(*(Text(cell, styles.get(column, "")) for column, cell in enumerate(row)))
+    Console().print(table)
+
+
+def _row(entry: Entry, verbose: bool) -> tuple[str, ...]:
+    manifest = entry.manifest
+    text = [entry.reason or (manifest.summary if manifest else "")]
+    text += [f"mend: {entry.mend}"] if entry.mend else []
+    text += _details(entry) if verbose else []
+    distribution = f"{entry.distribution} {entry.version}".rstrip()
+    devices = ", ".join(sorted(manifest.devices)) if manifest else ""
+    return entry.kind or "?", entry.name, str(entry.status), distribution, devices, "\n".join(filter(None, text))
+
+
+def _details(entry: Entry) -> list[str]:
+    manifest = entry.manifest
+    if manifest is None:
+        return [f"module: {entry.module}"]
+    requires = ", ".join(" or ".join(group) for group in manifest.requires)
+    return [
+        f"capabilities: {', '.join(sorted(manifest.capabilities)) or 'none'}",
+        f"model types: {', '.join(sorted(manifest.model_types))}",
+        f"requires: {requires or 'nothing'}",
+        f"factory: {manifest.factory}",
+        f"config: {manifest.config}",
+        f"planner: {manifest.planner or 'none'}",
+    ]
+
+
+def _nothing(kind: str | None) -> str:
+    """How to come to a plugin. The distribution's extras name the ones that are published with it."""
+    what = f"A plugin is a distribution with an entry point in the group {ENTRY_POINT_GROUP!r}."
+    if kind:
+        return f"No plugin that offers a {kind} is installed.\n{what}"
+    try:
+        extras = ",".join(importlib.metadata.metadata(PROJECT).get_all("Provides-Extra") or ())
+    except importlib.metadata.PackageNotFoundError:
+        extras = ""
+    install = f"pip install '{PROJECT}[{extras}]'" if extras else f"pip install a plugin, e.g. {PROJECT}-<name>"
+    return f"No plugin is installed. To have one:\n  {install}\n{what}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,524 @@
+"""What the registry makes of installed, broken, doubled and hidden plugins, and how a backend is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+
+import core
+from core.errors import ConfigError, Refused, RegistryError
+from core.manifest import Manifest
+from core.registry import Choice, EngineRegistry, Entry, Status, check_core
+from tests.fake_distributions import BACKEND, HEADER, install, manifest, plugin
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A site-packages of the test's own, first on sys.path; what was imported from it is forgotten again."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    before = set(sys.modules)
+    yield folder
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]
+
+
+def discovered(**env: str) -> EngineRegistry:
+    importlib.invalidate_caches()
+    return EngineRegistry.discover(env)
+
+
+def entries(distribution: str, **env: str) -> list[Entry]:
+    return [entry for entry in discovered(**env).entries if entry.distribution == distribution]
+
+
+def only(distribution: str, **env: str) -> Entry:
+    (entry,) = entries(distribution, **env)
+    return entry
+
+
+def install_toy(site: Path, name: str = "toy", distribution: str = "acme-toy", **more: object) -> None:
+    """A whole plugin: light module, and a backend module that counts as heavy."""
+    module = distribution.replace("-", "_")
+    sources = {f"{module}.py": plugin(manifest(name, module, **more)), f"{module}_backend.py": BACKEND}
+    install(site, distribution, sources)
+
+
+# --- finding -------------------------------------------------------------------------------------------------------
+
+
+def test_an_installed_plugin_is_found_and_nothing_of_its_backend_is_imported(site: Path) -> None:
+    install_toy(site, summary="a toy")
+    entry = only("acme-toy")
+    assert (entry.kind, entry.name, entry.status, entry.version) == ("engine", "toy", Status.OK, "1.0")
+    assert entry.manifest is not None
+    assert entry.manifest.summary == "a toy"
+    assert "acme_toy" in sys.modules
+    assert "acme_toy_backend" not in sys.modules
+
+
+def test_entries_are_ordered_by_name_whatever_the_order_on_the_path(site: Path) -> None:
+    for name in ("m", "a", "z"):
+        install_toy(site, name=name, distribution=f"acme-{name}")
+    names = [entry.name for entry in discovered().entries]
+    assert names == sorted(names)
+    assert {"a", "m", "z"} <= set(names)
+
+
+def test_distribution_names_are_normalised(site: Path) -> None:
+    install(site, "Acme_Toy", {"acme_toy.py": plugin(manifest("toy", "acme_toy"))})
+    assert only("acme-toy").status is Status.OK
+
+
+BROKEN = {
+    "raise ImportError('no libfoo.so')": "ImportError: no libfoo.so",
+    "import a_module_nobody_has": "ModuleNotFoundError: No module named 'a_module_nobody_has'",
+    "raise RuntimeError('needs a driver')": "RuntimeError: needs a driver",
+    "def f(:\n": "SyntaxError: ",
+    "import sys; sys.exit(3)": "SystemExit: 3",
+    "class Panic(BaseException): pass\nraise Panic('at the extension')": "Panic: at the extension",
+    "class E(Exception):\n    def __str__(self): raise ValueError\nraise E": "E: (its text cannot be shown)",
+    "": "RegistryError: it offers no manifest",
+    HEADER + "@hookimpl\ndef manymesh_manifest(): return []\n": "PluginValidationError: unknown hook",
+    HEADER + "@hookimpl\ndef manymesh_manifests(): raise KeyError('x')\n": "KeyError: 'x'",
+    HEADER + "@hookimpl\ndef manymesh_manifests():\n    yield from 1/0\n": "ZeroDivisionError: ",
+    plugin("{'name': 'toy'}"): "RegistryError: its hook gives a dict, not a Manifest",
+    plugin(manifest("toy", "m", factory="m")): "Refused: a manifest's factory names an object as 'module:object'",
+    plugin(manifest("toy", "m", requires=("torch>=2",))): "Refused: a manifest's requires is a tuple of groups",
+    plugin(manifest("toy", "m", requires=((">=2",),))): "InvalidRequirement: ",
+    plugin(manifest("dist:toy", "m")): "ValueError: ",
+}
+
+
+@pytest.mark.parametrize(("source", "said"), BROKEN.items(), ids=[said.split(":")[0] for said in BROKEN.values()])
+def test_a_broken_plugin_is_listed_with_its_error_and_hurts_nobody_else(site: Path, source: str, said: str) -> None:
+    install(site, "broken-toy", {"broken_toy.py": source}, version="7.1", points={"brk": "broken_toy"})
+    install_toy(site)
+    registry = discovered()
+
+    (broken,) = [entry for entry in registry.entries if entry.distribution == "broken-toy"]
+    assert (broken.status, broken.kind, broken.name, broken.version) == (Status.BROKEN, None, "brk", "7.1")
+    assert broken.reason.startswith(said)
+    assert "broken-toy" in broken.mend
+    assert registry.resolve("toy").status is Status.OK
+    for name in ("brk", "broken-toy", "broken-toy:anything"):
+        with pytest.raises(RegistryError, match=r"broken-toy 7\.1 is broken") as raised:
+            registry.resolve(name)
+        assert raised.value.__cause__ is broken.error
+        assert raised.value.mend == broken.mend
+
+
+def test_a_keyboard_interrupt_is_the_users_and_not_the_plugins(site: Path) -> None:
+    install(site, "broken-toy", {"broken_toy.py": "raise KeyboardInterrupt"})
+    with pytest.raises(KeyboardInterrupt):
+        discovered()
+
+
+def test_metadata_that_is_nonsense_is_listed_where_it_is_ours_and_ignored_where_not(site: Path) -> None:
+    ours = install(site, "broken-toy", {"broken_toy.py": ""})
+    (ours / "entry_points.txt").write_text("[manymesh.v1]\nno equals sign\n")
+    leftover = install(site, "gone-toy", {"gone_toy.py": ""})
+    (leftover / "METADATA").unlink()
+    binary = install(site, "binary-toy", {"binary_toy.py": ""})
+    (binary / "entry_points.txt").write_bytes(b"[manymesh.v1]\n\xff = x\n")
+    install_toy(site)
+    assert only("broken-toy").status is Status.BROKEN
+    assert not entries("binary-toy")
+    assert only("acme-toy").status is Status.OK
+
+
+def test_a_plugin_of_another_api_is_incompatible_and_not_imported(site: Path) -> None:
+    install(site, "next-toy", {"next_toy.py": "raise RuntimeError"}, group="manymesh.v2", points={"next": "next_toy"})
+    entry = only("next-toy")
+    assert (entry.status, entry.name) == (Status.INCOMPATIBLE, "next")
+    assert entry.reason == "speaks plugin API 2, this core speaks 1"
+    assert entry.mend == "pip install --upgrade manymesh"
+    assert "next_toy" not in sys.modules
+    with pytest.raises(RegistryError, match="incompatible: speaks plugin API 2"):
+        discovered().resolve("next")
+
+
+def test_a_plugin_that_speaks_several_apis_is_used_by_ours(site: Path) -> None:
+    info = install(site, "acme-toy", {"acme_toy.py": plugin(manifest("toy", "acme_toy"))})
+    with (info / "entry_points.txt").open("a") as file:
+        file.write("[manymesh.v2]\ntoy = acme_toy_v2\n")
+    assert only("acme-toy").status is Status.OK
+
+
+def test_manymesh_plugins_limits_what_is_imported(site: Path) -> None:
+    install_toy(site)
+    install_toy(site, name="other", distribution="acme-other")
+    registry = discovered(MANYMESH_PLUGINS=" Acme_Toy ,")
+    assert registry.resolve("toy").status is Status.OK
+    assert "acme_other" not in sys.modules
+    with pytest.raises(RegistryError, match="disabled: MANYMESH_PLUGINS leaves it out") as raised:
+        registry.resolve("acme-other")
+    assert "add acme-other to MANYMESH_PLUGINS" in raised.value.mend
+
+
+def test_an_empty_manymesh_plugins_loads_none(site: Path) -> None:
+    install_toy(site)
+    assert {entry.status for entry in discovered(MANYMESH_PLUGINS="").entries} == {Status.DISABLED}
+    assert "acme_toy" not in sys.modules
+
+
+def test_a_name_in_manymesh_plugins_that_is_not_installed_is_listed(site: Path) -> None:
+    install_toy(site)
+    entry = only("acme-toi", MANYMESH_PLUGINS="acme-toi")
+    assert entry.status is Status.BROKEN
+    assert "no plugin of this name is installed" in entry.reason
+    assert entry.mend == "did you mean 'acme-toy'?"
+
+
+def test_of_a_distribution_that_is_there_twice_the_first_on_the_path_counts(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(site, "acme-toy", {"acme_toy.py": plugin(manifest("old", "acme_toy"))})
+    front = site.parent / "front"
+    install(front, "Acme.Toy", {"acme_toy.py": plugin(manifest("new", "acme_toy"))}, version="2.0")
+    monkeypatch.syspath_prepend(str(front))
+    entry = only("acme-toy")
+    assert (entry.name, entry.version) == ("new", "2.0")
+
+    install(site, "acme-quiet", {"acme_quiet.py": plugin(manifest("quiet", "acme_quiet"))})
+    install(front, "acme-quiet", {}, version="2.0", points={}, group="console_scripts")
+    assert entries("acme-quiet") == [], "version 2.0, which counts, offers nothing"
+
+
+# --- requirements --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("requires", "reason", "mend"),
+    [
+        ((("pluggy>=1",),), "", ""),
+        ((("nobody-has-this", "pluggy>=1"),), "", ""),
+        ((("nobody-has-this; python_version < '3'",),), "", ""),
+        ((("dep-toy>=2",),), "", ""),
+        (
+            (("dep-toy>=3",),),
+            "needs dep-toy>=3: dep-toy is 2.1.dev0+local",
+            "pip install 'dep-toy>=3'",
+        ),
+        (
+            (("pluggy",), ("nobody-has-this>=1", "nor-this"), ("dep-toy<2",)),
+            "needs nobody-has-this>=1 or nor-this: nobody-has-this is not installed, nor-this is not installed;"
+            " needs dep-toy<2: dep-toy is 2.1.dev0+local",
+            "pip install 'nobody-has-this>=1' 'dep-toy<2'",
+        ),
+    ],
+)
+def test_requirements_are_all_of_groups_of_any_of(
+    site: Path, requires: tuple[tuple[str, ...], ...], reason: str, mend: str
+) -> None:
+    install(site, "dep-toy", {}, version="2.1.dev0+local", points={})
+    install_toy(site, requires=requires)
+    entry = only("acme-toy")
+    assert entry.status is (Status.MISSING_DEPENDENCY if reason else Status.OK)
+    assert (entry.reason, entry.mend) == (reason, mend)
+    if reason:
+        with pytest.raises(RegistryError, match="missing-dependency: needs") as raised:
+            discovered().resolve("toy")
+        assert raised.value.mend == mend
+
+
+def test_requirements_of_a_backend_with_an_environment_of_its_own_are_not_looked_for_here(site: Path) -> None:
+    install_toy(site, requires=(("nobody-has-this",),), env="own")
+    assert only("acme-toy").status is Status.OK
+
+
+# --- shadows -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ["acme_toy/__init__.py", "acme_toy.py"])
+def test_a_users_folder_or_file_that_hides_a_plugin_is_named_and_not_imported(
+    site: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    install(site, "acme-toy", {"acme_toy/__init__.py": "", "acme_toy/manifest.py": plugin(manifest("toy", "m"))})
+    (site / "acme_toy-1.0.dist-info/entry_points.txt").write_text("[manymesh.v1]\ntoy = acme_toy.manifest\n")
+    assert only("acme-toy").status is Status.OK
+    for name in ("acme_toy", "acme_toy.manifest"):
+        del sys.modules[name]
+
+    user = site.parent / "user"
+    (user / file).parent.mkdir(parents=True)
+    (user / file).write_text("raise RuntimeError('not imported')")
+    monkeypatch.syspath_prepend(str(user))
+    entry = only("acme-toy")
+    intruder = user / file.removesuffix("/__init__.py")
+    assert (entry.status, entry.name) == (Status.SHADOWED, "toy")
+    assert entry.reason == f"{intruder} would be imported, which is not part of acme-toy"
+    assert str(intruder) in entry.mend
+    with pytest.raises(RegistryError, match="is shadowed"):
+        discovered().resolve("toy")
+
+
+def editable(project: Path) -> str:
+    return json.dumps({"url": project.as_uri(), "dir_info": {"editable": True}})
+
+
+def test_an_editable_install_is_at_home_where_its_pth_file_points(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = site.parent / "a project"
+    (project / "src").mkdir(parents=True)
+    (project / "src/acme_toy.py").write_text(plugin(manifest("toy", "acme_toy")))
+    pth = {"_acme_toy.pth": f"{project / 'src'}\n"}
+    install(site, "acme-toy", pth, points={"toy": "acme_toy"}, direct_url=editable(project))
+    monkeypatch.syspath_prepend(str(project / "src"))
+    assert only("acme-toy").status is Status.OK
+
+    del sys.modules["acme_toy"]
+    inside = project / "examples"
+    (inside / "acme_toy").mkdir(parents=True)
+    (inside / "acme_toy/__init__.py").touch()
+    monkeypatch.syspath_prepend(str(inside))
+    entry = only("acme-toy")
+    assert entry.status is Status.SHADOWED, "another folder of the same project is not at home either"
+    assert str(inside / "acme_toy") in entry.reason
+
+
+def test_an_editable_install_by_an_import_hook_is_at_home_in_its_project(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = site.parent / "a project"
+    (project / "src").mkdir(parents=True)
+    (project / "src/acme_toy.py").write_text(plugin(manifest("toy", "acme_toy")))
+    pth = {"__editable__.acme_toy.pth": "import __editable___acme_toy_finder\n"}
+    install(site, "acme-toy", pth, points={"toy": "acme_toy"}, direct_url=editable(project))
+    monkeypatch.syspath_prepend(str(project / "src"))
+    assert only("acme-toy").status is Status.OK
+
+
+def test_a_package_that_is_linked_into_site_packages_is_at_home(site: Path) -> None:
+    store = site.parent / "store"
+    store.mkdir()
+    (store / "__init__.py").write_text(plugin(manifest("toy", "acme_toy")))
+    (site / "acme_toy").symlink_to(store)
+    install(site, "acme-toy", {}, points={"toy": "acme_toy"})
+    assert only("acme-toy").status is Status.OK
+
+
+def test_a_portion_of_a_namespace_package_is_at_home(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(site, "acme-toy", {"acme/toy.py": plugin(manifest("toy", "acme"))}, points={"toy": "acme.toy"})
+    other = site.parent / "other"
+    (other / "acme").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(other))
+    assert only("acme-toy").status is Status.OK
+
+
+def test_the_core_of_another_place_than_the_installed_distribution_is_refused(site: Path) -> None:
+    check_core()
+    install(site, "manymesh", {"core/__init__.py": ""}, version="9.0", points={})
+    here = Path(core.__file__).parent
+    with pytest.raises(RegistryError, match=r"not part of the installed manymesh 9\.0") as raised:
+        check_core()
+    assert raised.value.have == str(here)
+    assert raised.value.want == str(site / "core")
+    entry = only("manymesh")
+    assert (entry.name, entry.status, entry.version) == ("core", Status.SHADOWED, "9.0")
+    assert str(here) in entry.reason
+
+
+def test_an_installed_core_is_at_home_until_a_copy_of_it_comes_first(site: Path) -> None:
+    here = Path(core.__file__).parent
+    sources = {f"core/{file.relative_to(here)}": file.read_text() for file in here.rglob("*.py")}
+    install(site, "manymesh", sources, version="9.0", points={})
+    user = site.parent / "user"
+    shutil.copytree(site / "core", user / "core")
+    script = "import core, core.registry; print(core.__file__); core.registry.check_core(); print('at home')"
+
+    def run(*path: Path) -> subprocess.CompletedProcess[str]:
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+        return subprocess.run([sys.executable, "-c", script], env=env, cwd=site.parent, capture_output=True, text=True)
+
+    fine, hidden = run(site), run(user, site)
+    assert fine.stdout.splitlines() == [str(site / "core/__init__.py"), "at home"], fine.stderr
+    assert hidden.stdout.splitlines() == [str(user / "core/__init__.py")]
+    assert f"{user / 'core'} is imported, which is not part of the installed manymesh 9.0" in hidden.stderr
+
+
+# --- asking --------------------------------------------------------------------------------------------------------
+
+
+def test_two_distributions_of_one_name_are_both_listed_and_must_be_qualified(site: Path) -> None:
+    install_toy(site, distribution="dist-a")
+    install_toy(site, distribution="dist-b")
+    registry = discovered()
+    assert [entry.distribution for entry in registry.entries if entry.name == "toy"] == ["dist-a", "dist-b"]
+    with pytest.raises(RegistryError, match="'toy' is ambiguous") as raised:
+        registry.resolve("toy")
+    assert raised.value.mend == "ask for dist-a:toy or dist-b:toy"
+    assert registry.resolve("dist-a:toy").distribution == "dist-a"
+    assert registry.resolve("Dist_B:toy").distribution == "dist-b"
+
+
+def test_one_name_may_have_a_backend_for_each_device_and_model_type(site: Path) -> None:
+    both = [manifest("toy", "acme_toy", devices={device}) for device in ("cpu", "cuda")]
+    install(site, "acme-toy", {"acme_toy.py": plugin(*both)})
+    registry = discovered()
+    chosen = registry.resolve("toy", device="cuda").manifest
+    assert chosen is not None
+    assert chosen.devices == {"cuda"}
+    with pytest.raises(RegistryError, match="ambiguous") as raised:
+        registry.resolve("toy")
+    assert "device cpu" in raised.value.mend
+    assert "device cuda" in raised.value.mend
+
+
+def test_what_a_backend_does_not_offer_is_refused_with_what_it_offers(site: Path) -> None:
+    install_toy(site, devices={"cuda"}, vendors={"nvidia"}, model_types={"value_model"})
+    registry = discovered()
+    assert registry.resolve("toy", "engine", "value_model", "cuda:1", "nvidia").name == "toy"
+    asked = {"device": "cpu", "vendor": "amd", "model_type": "language_model"}
+    for key, value in asked.items():
+        with pytest.raises(RegistryError, match=f"'toy' is not for {key.replace('_', ' ')} '{value}'") as raised:
+            registry.resolve("toy", **{key: value})  # type: ignore[arg-type]
+        assert raised.value.want == "model type value_model, device cuda, vendor nvidia"
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_and_what_is_there(site: Path) -> None:
+    install_toy(site, name="sprocket")
+    install_toy(site, name="gadget", distribution="acme-gadget", kind="rollout")
+    install(site, "broken-toy", {"broken_toy.py": "raise OSError('disk')"})
+    registry = discovered()
+    with pytest.raises(RegistryError, match="there is no engine 'sproket'") as raised:
+        registry.resolve("sproket")
+    assert raised.value.mend == "did you mean 'sprocket'?"
+    assert "sprocket" in str(raised.value.have)
+    assert "broken-toy 1.0 (broken: OSError: disk)" in str(raised.value.have), "it may be the one that was meant"
+    with pytest.raises(RegistryError) as raised:
+        registry.resolve("gadget")
+    assert raised.value.mend == "it is a rollout: ask with kind='rollout'"
+    with pytest.raises(RegistryError) as raised:
+        registry.resolve("acme-toy:sproket")
+    assert raised.value.mend == "did you mean 'acme-toy:sprocket'?"
+    with pytest.raises(RegistryError, match="no kind 'engin'") as raised:
+        registry.resolve("sprocket", kind="engin")  # type: ignore[arg-type]
+    assert raised.value.mend == "did you mean 'engine'?"
+    with pytest.raises(RegistryError) as raised:
+        EngineRegistry(()).resolve("toy")
+    assert "install a plugin" in raised.value.mend
+
+
+# --- building ------------------------------------------------------------------------------------------------------
+
+
+def test_build_structures_the_options_and_imports_only_the_chosen_backend(site: Path) -> None:
+    install_toy(site)
+    install_toy(site, name="other", distribution="acme-other")
+    built = discovered().build("language_model", "toy", {"learning_rate": 1}, device="cpu")
+    assert (built.config.model, built.config.learning_rate, built.device) == ("tiny", 1.0, "cpu")
+    assert "acme_other_backend" not in sys.modules
+    again = discovered().build(None, "toy", attrs.evolve(built.config, model="big"))
+    assert (again.config.model, again.device) == ("big", None)
+
+
+def test_a_wrong_option_is_refused_with_path_and_nearest_name(site: Path) -> None:
+    install_toy(site)
+    with pytest.raises(ConfigError, match="unknown key 'learning_rat'") as raised:
+        discovered().build(None, "toy", {"learning_rat": 1})
+    assert raised.value.mend == "did you mean 'learning_rate'?"
+    assert "engine 'toy'" in raised.value.where
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [("import nobody_has_this", ModuleNotFoundError), ("import sys; sys.exit(1)", SystemExit), ("", AttributeError)],
+)
+def test_a_factory_that_cannot_be_imported_is_refused_with_the_cause(
+    site: Path, source: str, cause: type[BaseException]
+) -> None:
+    install_toy(site, factory="acme_toy_factory:make")
+    (site / "acme_toy_factory.py").write_text(source)
+    with pytest.raises(RegistryError, match=r"factory of engine 'toy' of acme-toy 1\.0 cannot be imported") as raised:
+        discovered().build(None, "toy", {})
+    assert isinstance(raised.value.__cause__, cause)
+    assert raised.value.where == "acme_toy_factory:make"
+
+
+def test_a_choice_is_checked_in_the_process_that_builds_it(site: Path) -> None:
+    install_toy(site)
+    registry = discovered()
+    choice = pickle.loads(pickle.dumps(registry.resolve("toy").choice))
+    assert choice == Choice("engine", "toy", "acme-toy", "1.0")
+    assert registry.build(None, "toy", {}, expect=choice).config.model == "tiny"
+
+    with pytest.raises(RegistryError, match="not what the driver chose") as raised:
+        registry.build(None, "toy", {}, expect=attrs.evolve(choice, version="1.1"))
+    assert raised.value.have == "engine 'toy' of acme-toy 1.0"
+    assert raised.value.want == "engine 'toy' of acme-toy 1.1"
+    assert f"process {os.getpid()} on" in raised.value.where
+    assert raised.value.mend == "pip install acme-toy==1.1 on every node"
+
+    with pytest.raises(RegistryError) as raised:
+        registry.verify(Choice("engine", "toy", "acme-gone", "1.0"))
+    assert raised.value.have == "no distribution acme-gone"
+
+    install_toy(site, name="other", distribution="acme-other")
+    with pytest.raises(RegistryError, match="not what the driver chose"):
+        discovered().build(None, "other", {}, expect=choice)
+
+
+def test_a_choice_that_is_broken_in_this_process_is_refused_with_its_reason(site: Path) -> None:
+    install_toy(site, requires=(("nobody-has-this",),))
+    with pytest.raises(RegistryError, match="not what the driver chose") as raised:
+        discovered().verify(Choice("engine", "toy", "acme-toy", "1.0"))
+    assert "nobody-has-this is not installed" in str(raised.value.have)
+    assert raised.value.mend == "pip install nobody-has-this"
+
+
+PLANNER = """
+from core.errors import Refused
+from core.manifest import Plan
+from core.mesh import MeshLayout
+
+def plan(config, world_size, model):
+    if world_size % 2:
+        raise Refused("odd worlds are not for this toy", have=world_size, want="2, 4, ...")
+    layout = MeshLayout(("dp", "tp"), (world_size // 2, 2))
+    return Plan({"dense": layout}, layout.route(("dp",), {"tp": 0}))
+
+def nonsense(config, world_size, model):
+    return 7
+"""
+
+
+def test_a_plan_comes_from_the_manifests_planner_without_building_anything(site: Path) -> None:
+    sources = {"acme_toy_backend.py": BACKEND, "acme_toy_plan.py": PLANNER}
+    offers = {"toy": {"planner": "acme_toy_plan:plan"}, "bad": {"planner": "acme_toy_plan:nonsense"}, "none": {}}
+    source = plugin(*(manifest(name, "acme_toy", **more) for name, more in offers.items()))
+    install(site, "acme-toy", {"acme_toy.py": source} | sources)
+    registry = discovered()
+    plan = registry.plan("toy", {}, 4, None)
+    assert plan is not None
+    assert plan.route.dp_ranks == (0, 0, 1, 1)
+    with pytest.raises(Refused, match="odd worlds"):
+        registry.plan("toy", {}, 3, None)
+    with pytest.raises(ConfigError):
+        registry.plan("toy", {"modle": "x"}, 4, None)
+    with pytest.raises(RegistryError, match="gives no Plan"):
+        registry.plan("bad", {}, 4, None)
+    assert registry.plan("none", {}, 4, None) is None
+
+
+def test_the_class_asks_one_registry_that_is_discovered_once(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert EngineRegistry.default() is EngineRegistry.default()
+    install_toy(site)
+    registry = discovered()
+    monkeypatch.setattr("core.registry._default", lambda: registry)
+    entry = EngineRegistry.get("toy")
+    assert isinstance(entry.manifest, Manifest)
+    assert EngineRegistry.new("language_model", "toy", {}, device="cpu", expect=entry.choice).device == "cpu"
+    with pytest.raises(RegistryError, match="no rollout 'toy'"):
+        EngineRegistry.get("toy", kind="rollout")
