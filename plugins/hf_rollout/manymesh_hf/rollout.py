@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -214,20 +215,31 @@ class HfRollout:
         if "" in stop:
             raise Refused("a stop string is empty", have=list(stop), want="at least one character each")
         if self._tokenizer is None:
-            try:
-                self._tokenizer = AutoTokenizer.from_pretrained(self._config.model, local_files_only=True)
-            except (ImportError, OSError, ValueError) as error:
-                raise Refused(
-                    "stop strings need a tokenizer, and the model directory has none",
-                    where=self._config.model,
-                    mend="save the tokenizer into the directory, or use stop_token_ids",
-                ) from error
+            self._tokenizer = self._load_tokenizer()
         try:
             return StopStringCriteria(self._tokenizer, list(stop))
         except ValueError as error:
             raise Refused(
                 "no token of the tokenizer can end the stop strings", have=list(stop), where=self._config.model
             ) from error
+
+    def _load_tokenizer(self) -> Any:
+        directory = Path(self._config.model).expanduser()
+        cause: Exception | None = None
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            # Without any of these files transformers makes an empty tokenizer of the model's family.
+            files = {"tokenizer.json", "tokenizer_config.json", *tokenizer.vocab_files_names.values()}
+            if any((directory / file).is_file() for file in files):
+                return tokenizer
+        except (ImportError, OSError, ValueError) as error:
+            cause = error
+        raise Refused(
+            "stop strings need a tokenizer, and the model directory has none",
+            have=cause,
+            where=str(directory),
+            mend="save the tokenizer into the directory, or use stop_token_ids",
+        ) from cause
 
     def release(self, tags: Sequence[MemoryTag]) -> None:
         """Free memory.
