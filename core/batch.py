@@ -66,7 +66,9 @@ def is_jagged(value: object) -> bool:
 
 
 def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A jagged column from one tensor a row."""
+    """A jagged column from one tensor a row. Raises Refused for no rows: then their dtype is unknown."""
+    if not rows:
+        raise Refused("a jagged column is made from at least one row", mend="use jagged_from for none")
     return jagged_from(torch.cat(list(rows)), torch.tensor([len(row) for row in rows]))
 
 
@@ -222,7 +224,10 @@ def to_padded(batch: TensorDictBase, *, multiple: int = 1, pads: Mapping[str, fl
 
 
 def to_jagged(batch: TensorDictBase) -> TensorDict:
-    """The inverse of to_padded: token columns of the mask's shape become jagged, attention_mask goes."""
+    """The inverse of to_padded: columns of the mask's shape become jagged, attention_mask goes.
+
+    In the padded form a column (rows, width, ...) of just the mask's width counts as a token column.
+    """
     mask = batch.get("attention_mask", None)
     if mask is None:
         return batch.copy() if isinstance(batch, TensorDict) else batch.to_tensordict()

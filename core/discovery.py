@@ -284,6 +284,8 @@ def _intruder(top: str, owner: Distribution) -> Path | None:
         return None  # not there at all: the import will say so
     # A namespace package has several places, of which one must be the owner's.
     places = [Path(p) for p in spec.submodule_search_locations or (spec.origin or "",)]
+    if Path(str(owner.locate_file(""))) in [place.parent for place in places]:
+        return None  # the usual case, without a look at the disk
     places = [place for place in places if place.exists()]
     exact, below = _homes(owner)
     # Only folders are resolved: a link to a package inside the owner's folder is the owner's.

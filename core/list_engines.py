@@ -13,14 +13,7 @@ from core.hookspecs import ENTRY_POINT_GROUP, PROJECT
 from core.manifest import KINDS
 from core.registry import EngineRegistry, Entry, Status
 
-_STYLES = {
-    Status.OK: "green",
-    Status.DISABLED: "dim",
-    Status.INCOMPATIBLE: "yellow",
-    Status.MISSING_DEPENDENCY: "yellow",
-    Status.BROKEN: "red",
-    Status.SHADOWED: "red",
-}
+_STYLES = {Status.OK: "green", Status.DISABLED: "dim", Status.BROKEN: "red", Status.SHADOWED: "red"}  # else yellow
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +77,7 @@ def _print_table(entries: Sequence[Entry], verbose: bool) -> None:
     table = Table(*header, box=None, pad_edge=False)
     for entry, row in zip(entries, rows, strict=True):
         # Text, not markup: what plugins say may hold brackets.
-        styles = {2: _STYLES[entry.status]}
+        styles = {2: _STYLES.get(entry.status, "yellow")}
         table.add_row(*(Text(cell, styles.get(column, "")) for column, cell in enumerate(row)))
     Console().print(table)
 

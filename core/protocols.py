@@ -2,8 +2,8 @@
 
 A batch is a TensorDict, one row a sequence (prompt then response). Token columns are aligned with `input_ids`: the
 value at position t belongs to token t, so log_probs[t] = log p(input_ids[t] | input_ids[:t]) and log_probs[0] = 0.
-Between driver and workers token columns are jagged (nested tensors that share their offsets); micro-batches are padded on the
-right, (rows, tokens) with `attention_mask`. Either form is accepted by worker methods.
+Between driver and workers token columns are jagged (nested tensors that share their offsets); micro-batches are padded
+on the right, (rows, tokens) with `attention_mask`. Either form is accepted by worker methods.
 
 | column | shape | dtype | meaning |
 |---|---|---|---|
@@ -188,7 +188,7 @@ class Engine(Protocol):
     def optimizer_zero_grad(self) -> None: ...
     def optimizer_step(self) -> StepInfo: ...
     def lr_scheduler_step(self) -> float:
-        """Returns the learning rate that the next step will use."""
+        """Move the schedule on; gives the learning rate that the step just taken used."""
         ...
 
     def weight_specs(self, adapter: Literal["merged", "only"] = "merged") -> Sequence[WeightSpec]: ...

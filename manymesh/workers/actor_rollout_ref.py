@@ -1,0 +1,241 @@
+"""ActorRolloutRefWorker: policy, reference and rollout in one process, in the role that the config gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+import attrs
+import torch
+from tensordict import TensorDict
+
+from core.batch import num_rows
+from core.config import structure
+from core.dispatch import on_mesh, register
+from core.errors import ConfigError, Refused
+from core.protocols import LossFn, LossSpec, Metric, Rollout, SamplingParams, WeightSpec
+from core.registry import EngineRegistry
+from core.worker import Worker
+from manymesh.workers.agreed import AGREED
+from manymesh.workers.training import TrainingWorker, TrainingWorkerConfig
+
+
+class Role(StrEnum):
+    """What a worker holds."""
+
+    ACTOR = "actor"
+    ROLLOUT = "rollout"
+    REF = "ref"
+    ACTOR_ROLLOUT = "actor_rollout"
+    ACTOR_ROLLOUT_REF = "actor_rollout_ref"
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """Of "actor", "rollout", "ref"."""
+        return _PARTS[self]
+
+
+_PARTS: Mapping[Role, frozenset[str]] = {
+    Role.ACTOR: frozenset({"actor"}),
+    Role.ROLLOUT: frozenset({"rollout"}),
+    Role.REF: frozenset({"ref"}),
+    Role.ACTOR_ROLLOUT: frozenset({"actor", "rollout"}),
+    Role.ACTOR_ROLLOUT_REF: frozenset({"actor", "rollout", "ref"}),
+}
+
+
+@attrs.frozen
+class RolloutWorkerConfig:
+    """A rollout backend.
+
+    Attributes:
+        backend: name in the registry.
+        engine: the backend's options, structured into its manifest's class.
+        bucket_mb: weights are handed over in buckets of about this size, MiB.
+        release_after_generate: give the rollout's memory back after each generate; update_weights refills it.
+        device: torch device type; None for what the machine has.
+    """
+
+    backend: str = "hf"
+    engine: Mapping[str, Any] = attrs.field(factory=dict)
+    bucket_mb: int = 256
+    release_after_generate: bool = False
+    device: str | None = None
+
+
+@attrs.frozen
+class ActorRolloutRefConfig:
+    """Which parts a worker has, and each part's config."""
+
+    role: Role = Role.ACTOR_ROLLOUT
+    actor: TrainingWorkerConfig | None = None
+    rollout: RolloutWorkerConfig | None = None
+    ref: TrainingWorkerConfig | None = None
+
+    def __attrs_post_init__(self) -> None:
+        missing = sorted(part for part in self.role.parts if getattr(self, part) is None)
+        if missing:
+            raise ConfigError(f"role {self.role.value!r} needs a config for {', '.join(missing)}", have=self)
+
+
+class ActorRolloutRefWorker(Worker):
+    """Policy, reference and rollout on one rank, with meshes "actor", "ref" and "rollout" of their own.
+
+    `weight_version` counts the policy's updates. A rollout keeps the version of the weights that it was handed.
+    """
+
+    def __init__(self, config: ActorRolloutRefConfig | Mapping[str, Any]) -> None:
+        self.config = structure(ActorRolloutRefConfig, config, "worker")
+        self.actor: TrainingWorker | None = None
+        self.ref: TrainingWorker | None = None
+        self.rollout: Rollout | None = None
+        self.weight_version = 0
+
+    @register()
+    def init_model(self) -> None:
+        """Build what the role has: ref, actor, rollout, in this order."""
+        config, parts = self.config, self.config.role.parts
+        self.init_process_group()  # before any rollout's library opens a world of its own
+        if "ref" in parts and config.ref is not None:
+            self.ref = TrainingWorker(attrs.evolve(config.ref, engine={**config.ref.engine, "trainable": False}))
+            self.export_mesh("ref", self.ref, "train")
+            self.ref.reset()
+        if "actor" in parts and config.actor is not None:
+            self.actor = TrainingWorker(config.actor)
+            self.export_mesh("actor", self.actor, "train")
+            self.actor.reset()
+        if "rollout" in parts and config.rollout is not None:
+            rollout: Rollout = EngineRegistry.new(
+                None, config.rollout.backend, config.rollout.engine, config.rollout.device, kind="rollout"
+            )
+            self.rollout = rollout
+            self.add_mesh("rollout", rollout.mesh)
+            rollout.initialize()
+
+    @register()
+    def set_loss_fn(self, loss: LossSpec | LossFn) -> None:
+        """The policy's loss, from now on."""
+        self._actor().set_loss_fn(loss)
+
+    @register(on_mesh("rollout"), rows_per_input=lambda prompts, sampling, min_version: sampling.num_samples)
+    def generate_sequences(
+        self, prompts: TensorDict, sampling: SamplingParams, min_version: int | None = None
+    ) -> TensorDict:
+        """Sample responses.
+
+        Args:
+            prompts: `prompt_ids` (rows); `prompt_id` is the row's number where absent.
+            min_version: refuse to sample with older weights.
+
+        Returns:
+            rows x sampling.num_samples, prompt-major, columns as in core.protocols.
+        """
+        rollout = self._rollout()
+        if prompts.get("prompt_id", None) is None:
+            rows = self.shard.row_numbers() if self.shard else range(num_rows(prompts))
+            prompts["prompt_id"] = torch.tensor(rows, dtype=torch.int64)
+        sequences = rollout.generate(prompts, sampling, min_version=min_version)
+        if self.config.rollout is not None and self.config.rollout.release_after_generate:
+            rollout.release(["weights", "kv_cache"])
+        return sequences
+
+    @register(on_mesh("actor"))
+    def compute_log_prob(self, batch: TensorDict) -> TensorDict | None:
+        """The policy's `old_log_probs` and `entropy`, token-aligned, at the batch's temperature."""
+        return _renamed(self._actor().infer_batch(batch, ("log_probs", "entropy")), log_probs="old_log_probs")
+
+    @register(on_mesh("ref"))
+    def compute_ref_log_prob(self, batch: TensorDict) -> TensorDict | None:
+        """The reference's `ref_log_probs`, token-aligned, at the batch's temperature."""
+        if self.ref is None:
+            raise self._lacks("ref")
+        return _renamed(self.ref.infer_batch(batch, ("log_probs",)), log_probs="ref_log_probs")
+
+    @register(on_mesh("actor"), num_blocks=lambda batch, num_mini_batches, epochs: num_mini_batches)
+    def update_actor(self, batch: TensorDict, num_mini_batches: int = 1, epochs: int = 1) -> dict[str, Metric]:
+        """Train the policy; see TrainingWorker.train_mini_batch. The weight version goes up by one."""
+        metrics = self._actor().train_mini_batch(batch, num_mini_batches, epochs)
+        self.weight_version += 1
+        return metrics
+
+    @register(AGREED)
+    def update_weights(self) -> int:
+        """Hand the policy's weights to the rollout in the same process; gives their version.
+
+        Order of memory: the rollout's weights come back, the transfer, the trainer's copy goes if it is offloaded, the
+        KV cache comes back. When the transfer fails midway the rollout has no valid weights until the next update.
+        """
+        actor, rollout = self._actor(), self._rollout()
+        bucket_bytes = (self.config.rollout.bucket_mb if self.config.rollout else 256) << 20
+        rollout.resume(["weights"])
+        with actor.engine.eval_mode():
+            specs = actor.engine.weight_specs()
+            rollout.begin_weight_update(specs, self.weight_version)
+            try:
+                for bucket in buckets(specs, actor.engine.export_weights(), bucket_bytes):
+                    rollout.load_bucket(bucket)
+                rollout.finish_weight_update()
+            except BaseException:
+                rollout.abort_weight_update()
+                raise
+        rollout.resume(["kv_cache"])
+        return self.weight_version
+
+    @register()
+    def save_checkpoint(self, path: str, step: int = 0) -> None:
+        """Write the policy's checkpoint. Refused on all ranks when one cannot write."""
+        self._actor().save_checkpoint(path, step)
+
+    @register(AGREED)
+    def load_checkpoint(self, path: str) -> int:
+        """Read the policy's checkpoint; gives its step, which becomes the weight version. The rollout has its old
+        weights until update_weights."""
+        self.weight_version = self._actor().load_checkpoint(path)
+        return self.weight_version
+
+    def shutdown(self) -> None:
+        for part in (self.rollout, self.actor, self.ref):
+            if part is not None:
+                part.shutdown()
+
+    def _actor(self) -> TrainingWorker:
+        if self.actor is None:
+            raise self._lacks("actor")
+        return self.actor
+
+    def _rollout(self) -> Rollout:
+        if self.rollout is None:
+            raise self._lacks("rollout")
+        return self.rollout
+
+    def _lacks(self, part: str) -> Refused:
+        role = self.config.role
+        mend = "call init_model first" if part in role.parts else f"choose a role that has {part}"
+        return Refused(f"a worker in role {role.value!r} has no {part}", have=sorted(role.parts), mend=mend)
+
+
+def buckets(
+    specs: Sequence[WeightSpec], stream: Iterable[tuple[str, torch.Tensor]], max_bytes: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Gather a stream of tensors into buckets of about max_bytes. Tensors that load together share a bucket."""
+    together = {spec.name: spec.together for spec in specs}
+    bucket: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in stream:
+        joined = bool(bucket) and together.get(name) is not None and together[name] == together.get(bucket[-1][0])
+        if bucket and size + tensor.nbytes > max_bytes and not joined:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _renamed(answer: tuple[TensorDict | None, Any] | None, **names: str) -> TensorDict | None:
+    if answer is None or answer[0] is None:
+        return None
+    for old, new in names.items():
+        answer[0].rename_key_(old, new)
+    return answer[0]

@@ -1,0 +1,284 @@
+"""TrainingWorker: any engine of the registry as a remote API of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pkgutil import resolve_name
+from typing import Any, Literal
+
+import attrs
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict, TensorDictBase
+
+from core.batch import columns, concat, is_jagged, num_rows, row_lengths, select, take, to_jagged, to_padded
+from core.config import structure
+from core.dispatch import on_mesh, register
+from core.errors import Refused
+from core.protocols import Engine, LossFn, LossScale, LossSpec, Metric, MicroResult
+from core.registry import EngineRegistry
+from core.worker import Worker
+from manymesh.workers.agreed import AGREED
+from manymesh.workers.micro_batch import MicroBatchConfig, inverse, plan_micro_batches, round_up, widen
+
+
+@attrs.frozen
+class TrainingWorkerConfig:
+    """A training engine and how to feed it.
+
+    Attributes:
+        backend: name in the registry.
+        engine: the backend's options, structured into its manifest's class.
+        model_type: "language_model" or "value_model".
+        loss: for training; can be set later.
+        device: torch device type; None for what the machine has.
+    """
+
+    backend: str = "fsdp"
+    engine: Mapping[str, Any] = attrs.field(factory=dict)
+    model_type: str = "language_model"
+    micro_batch: MicroBatchConfig = attrs.field(factory=MicroBatchConfig)
+    loss: LossSpec | None = None
+    device: str | None = None
+
+
+class TrainingWorker(Worker):
+    """One engine on one rank, with mesh "train".
+
+    Batches have the columns of core.protocols, jagged or padded with `attention_mask`; answers come in the form of the
+    batch. Mini-batches are cut from the global batch's rows before these are dealt to dp ranks, so that the dp size
+    never changes which rows make an optimizer step.
+    """
+
+    def __init__(self, config: TrainingWorkerConfig | Mapping[str, Any]) -> None:
+        self.config = structure(TrainingWorkerConfig, config, "training worker")
+        self.init_process_group()
+        self.engine: Engine = EngineRegistry.new(
+            self.config.model_type, self.config.backend, self.config.engine, self.config.device
+        )
+        self.add_mesh("train", self.engine.mesh)
+        self._loss_fn: LossFn | None = None
+        if self.config.loss is not None:
+            self.set_loss_fn(self.config.loss)
+
+    @register()
+    def reset(self) -> None:
+        """Build the engine's model and optimizer from its config."""
+        self.engine.initialize()
+
+    @register()
+    def set_loss_fn(self, loss: LossSpec | LossFn) -> None:
+        """Use this loss from now on. A callable only where driver and workers share an environment."""
+        self._loss_fn = resolve_name(loss.factory)(**loss.options) if isinstance(loss, LossSpec) else loss
+
+    @register(on_mesh("train"))
+    def infer_batch(
+        self, batch: TensorDict, outputs: tuple[str, ...] = ("log_probs",), with_loss: bool = False
+    ) -> tuple[TensorDict | None, dict[str, Metric]] | None:
+        """Forward only.
+
+        Args:
+            outputs: model outputs to return as columns, token-aligned.
+            with_loss: also evaluate the loss, normalised over the whole batch.
+
+        Returns:
+            (batch of the outputs, or None when none was asked for; metrics of the loss).
+        """
+        loss_fn = _WithLoss(self._need_loss()) if with_loss else None
+        unknown = set(outputs) - self.engine.limits.outputs
+        if unknown:
+            raise Refused(
+                f"backend {self.config.backend!r} has no output {sorted(unknown)}",
+                want=sorted(self.engine.limits.outputs),
+            )
+        if not len(batch):
+            raise Refused("an empty batch cannot be run")
+        (step,) = self._plan([batch])
+        with self.engine.eval_mode(), torch.no_grad():
+            results = self.engine.forward_backward(
+                step.micro_batches, loss_fn, step.scale, forward_only=True, outputs=frozenset(outputs)
+            )
+        if results is None:  # not the last pipeline stage: somebody else answers
+            return None
+        return step.gather(batch, results, outputs), Metric.join_all([dict(r.metrics) for r in results])
+
+    @register(on_mesh("train"))
+    def train_batch(self, batch: TensorDict) -> dict[str, Metric]:
+        """One optimizer step on the whole batch. See train_mini_batch."""
+        return self.train_mini_batch(batch)
+
+    @register(on_mesh("train"), num_blocks=lambda batch, num_mini_batches, epochs: num_mini_batches)
+    def train_mini_batch(self, batch: TensorDict, num_mini_batches: int = 1, epochs: int = 1) -> dict[str, Metric]:
+        """Epochs over mini-batches, one optimizer step a mini-batch.
+
+        Args:
+            batch: with `response_mask`; `row_weight` is 1 where absent.
+
+        Returns:
+            the loss's metrics over all steps; "loss", "grad_norm" and "lr" as means over steps; "num_tokens" that the
+            loss counted; "skipped_steps" whose gradients were not finite.
+        """
+        loss_fn = self._need_loss()
+        run = num_rows(batch) // num_mini_batches
+        if num_mini_batches < 1 or epochs < 1 or run * num_mini_batches != num_rows(batch) or not run:
+            raise Refused(
+                "a batch is cut into equal mini-batches",
+                have=f"{num_rows(batch)} rows on this rank, {num_mini_batches} mini-batches, {epochs} epochs",
+            )
+        steps = self._plan([take(batch, [(i * run, (i + 1) * run)]) for i in range(num_mini_batches)])
+        parts: list[dict[str, Metric]] = []
+        with self.engine.train_mode():
+            for _ in range(epochs):
+                parts += [self._train_step(step, loss_fn) for step in steps]
+        return _join_steps(parts)
+
+    @register()
+    def to(
+        self, device: Literal["cpu", "device"], model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
+        """Move the engine's state between the CPU and its device."""
+        self.engine.to(device, model=model, optimizer=optimizer, grad=grad)
+
+    @register()
+    def save_checkpoint(self, path: str, step: int = 0) -> None:
+        """Write a checkpoint. Refused on all ranks when one cannot write; then nothing is left at `path`."""
+        self.engine.save_checkpoint(path, step=step)
+
+    @register(AGREED)
+    def load_checkpoint(self, path: str) -> int:
+        """Read a checkpoint, also of another world size; gives its step. Refused, with nothing changed, when it is of
+        another model."""
+        return self.engine.load_checkpoint(path)
+
+    def shutdown(self) -> None:
+        self.engine.shutdown()
+
+    def _need_loss(self) -> LossFn:
+        if self._loss_fn is None:
+            raise Refused("the worker has no loss", mend="set `loss` in its config or call set_loss_fn")
+        return self._loss_fn
+
+    def _train_step(self, step: _Step, loss_fn: LossFn) -> dict[str, Metric]:
+        self.engine.optimizer_zero_grad()
+        results = self.engine.forward_backward(step.micro_batches, _WithLoss(loss_fn), step.scale)
+        info = self.engine.optimizer_step()
+        lr = self.engine.lr_scheduler_step()
+        metrics = Metric.join_all([dict(result.metrics) for result in results or ()])
+        metrics["grad_norm"] = Metric(info.grad_norm)
+        metrics["lr"] = Metric(lr)
+        metrics["num_tokens"] = Metric(step.scale.num_tokens, how="same")
+        metrics["skipped_steps"] = Metric(float(info.skipped), how="same")
+        return metrics
+
+    def _plan(self, batches: list[TensorDict]) -> list[_Step]:
+        """One step for each batch, with denominators and numbers of micro-batches that all ranks agree on."""
+        limits, config = self.engine.limits, self.config.micro_batch
+        rows = [to_jagged(batch) for batch in batches]
+        lengths = [row_lengths(each).tolist() for each in rows]
+        plans = [
+            plan_micro_batches(each, config, packed=limits.packed, sequence_multiple=limits.sequence_multiple)
+            for each in lengths
+        ]
+        # Ranks of one dp shard hold the same rows: only the collected one counts them.
+        mine = float(self.engine.mesh.is_collect)
+        totals = torch.tensor([_denominators(each) for each in rows], dtype=torch.float64) * mine
+        counts = torch.tensor([round_up(len(plan), limits.micro_batch_multiple) for plan in plans])
+        if self.world_size > 1:
+            dist.all_reduce(totals)
+            dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+        return [
+            _Step.cut(
+                rows[i],
+                widen(plans[i], lengths[i], int(counts[i])),
+                LossScale(*totals[i].tolist()),
+                limits.sequence_multiple,
+            )
+            for i in range(len(batches))
+        ]
+
+
+@attrs.frozen
+class _Step:
+    """A rank's share of one optimizer step, cut into micro-batches."""
+
+    micro_batches: list[TensorDict]
+    plan: list[list[int]]
+    scale: LossScale
+
+    @classmethod
+    def cut(cls, rows: TensorDict, plan: list[list[int]], scale: LossScale, multiple: int) -> _Step:
+        def micro_batch(part: list[int]) -> TensorDict:
+            if part:
+                return to_padded(select(rows, torch.tensor(part)), multiple=multiple)
+            filler = to_padded(select(rows, torch.tensor([0])), multiple=multiple)
+            filler["row_weight"] = torch.zeros(1)
+            return filler
+
+        return cls([micro_batch(part) for part in plan], plan, scale)
+
+    def gather(self, batch: TensorDictBase, results: list[MicroResult], outputs: tuple[str, ...]) -> TensorDict | None:
+        """The outputs of all micro-batches in the order and form of `batch`."""
+        if not outputs:
+            return None
+        parts = []
+        for part, micro_batch, result in zip(self.plan, self.micro_batches, results, strict=True):
+            if part and result.outputs is not None:
+                found = {name: result.outputs[name].cpu() for name in outputs}
+                padded = TensorDict({**found, "attention_mask": micro_batch["attention_mask"]}, batch_size=[len(part)])
+                parts.append(to_jagged(padded))
+        ordered = select(concat(parts), torch.tensor(inverse(self.plan)))
+        mask = batch.get("attention_mask", None)
+        if mask is None:
+            return _share_offsets(ordered, batch)
+        padded = ordered.empty()
+        for name in outputs:
+            values = ordered[name].values()
+            padded[name] = values.new_zeros(mask.shape)
+            padded[name][mask] = values
+        return padded
+
+
+class _WithLoss:
+    """A loss whose metrics also hold the loss itself."""
+
+    def __init__(self, loss_fn: LossFn) -> None:
+        self._loss_fn, self.needs = loss_fn, loss_fn.needs
+
+    def __call__(
+        self, outputs: Mapping[str, torch.Tensor], batch: TensorDict, scale: LossScale
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        loss, metrics = self._loss_fn(outputs, batch, scale)
+        return loss, {"loss": Metric(float(loss.detach()), how="sum"), **metrics}
+
+
+def _denominators(rows: TensorDict) -> tuple[float, float]:
+    """(response tokens, rows), weighted by row_weight."""
+    weight = rows.get("row_weight", None)
+    weight = torch.ones(num_rows(rows)) if weight is None else weight
+    mask = rows.get("response_mask", None)
+    if mask is None:
+        return 0.0, float(weight.sum())
+    per_token = torch.repeat_interleave(weight, row_lengths(rows))
+    return float((mask.values() * per_token).sum()), float(weight.sum())
+
+
+def _share_offsets(result: TensorDict, batch: TensorDictBase) -> TensorDict:
+    """Give jagged columns the very offsets of the batch's, so that the two can be computed with together."""
+    offsets = next(column.offsets() for column in columns(batch).values() if is_jagged(column))
+    for name, column in columns(result).items():
+        result.set(name, torch.nested.nested_tensor_from_jagged(column.values(), offsets))
+    return result
+
+
+def _join_steps(steps: list[dict[str, Metric]]) -> dict[str, Metric]:
+    """Over optimizer steps sums become means: a loss is a sum over micro-batches and ranks, and a mean over steps."""
+    joined: dict[str, Metric] = {}
+    for name in dict.fromkeys(name for step in steps for name in step):
+        found = [step[name] for step in steps if name in step]
+        if found[0].how in ("sum", "same") and name not in ("num_tokens", "skipped_steps"):
+            joined[name] = Metric(sum(metric.total for metric in found) / len(found), how=found[0].how)
+        elif found[0].how == "same":
+            joined[name] = Metric(sum(metric.total for metric in found), how="same")
+        else:
+            joined[name] = Metric.join(found, name)
+    return joined

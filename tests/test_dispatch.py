@@ -1,0 +1,280 @@
+"""Dispatch and collect on both transports: no row is lost or moved, and bad requests do no harm."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from core.batch import jagged, object_column, objects
+from core.dispatch import Dispatch, Execute, deal_rows, method_specs, on_mesh, register
+from core.errors import Refused, WorkerFailed
+from core.group import RayClassWithInitArgs, WorkerGroup
+from core.transport.local import LocalWorkerGroup
+from core.worker import Worker
+from tests.support.workers import Clashing, Echo, FailsToStart, Inheriting, Nested
+
+PERMUTED = ([1, 1, 0, 0], [0, 2])
+
+
+def local(*args: Any, cls: type = Echo, world_size: int = 4, **kwargs: Any) -> LocalWorkerGroup:
+    return LocalWorkerGroup(RayClassWithInitArgs(cls, *args, **kwargs), world_size)
+
+
+@pytest.fixture(scope="module")
+def ray_group(ray_cluster: None) -> Iterator[WorkerGroup]:
+    from core.transport.ray import RayResourcePool, RayWorkerGroup
+
+    with (
+        RayResourcePool([4], name="dispatch") as pool,
+        RayWorkerGroup(pool, RayClassWithInitArgs(Echo, *PERMUTED)) as group,
+    ):
+        yield group
+
+
+@pytest.fixture(params=["local", "ray"])
+def group(request: pytest.FixtureRequest) -> WorkerGroup:
+    """Four ranks whose dp ranks are permuted: rank 0 and 1 have dp rank 1."""
+    if request.param == "ray":
+        return request.getfixturevalue("ray_group")  # type: ignore[no-any-return]
+    return local(*PERMUTED)
+
+
+def batch_of(rows: int = 8) -> TensorDict:
+    return TensorDict(
+        {
+            "x": torch.arange(rows),
+            "y": torch.arange(rows) / 2,
+            "names": object_column([f"row {i}" for i in range(rows)]),
+            "tokens": jagged([torch.arange(i % 4) for i in range(rows)]),
+        },
+        batch_size=[rows],
+    )
+
+
+def test_rows_come_back_in_the_order_in_which_they_were_given(group: WorkerGroup) -> None:
+    batch = batch_of()
+    answer = group.echo(batch)
+    assert answer["x"].tolist() == list(range(8))
+    assert objects(answer.get("names")) == [f"row {i}" for i in range(8)]
+    assert torch.equal(answer["tokens"].values(), batch["tokens"].values())
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_mesh_gives_the_rows_back_in_order(data: st.DataObject) -> None:
+    dp_size = data.draw(st.integers(1, 4))
+    width = data.draw(st.integers(1, 8 // dp_size))
+    dp_ranks = data.draw(st.permutations([dp for dp in range(dp_size) for _ in range(width)]))
+    collected = [data.draw(st.sampled_from([r for r, d in enumerate(dp_ranks) if d == dp])) for dp in range(dp_size)]
+    num_blocks = data.draw(st.integers(1, 3))
+    rows = dp_size * num_blocks * data.draw(st.integers(1, 3))
+    group = local(dp_ranks, collected, world_size=dp_size * width)
+    assert group.echo(batch_of(rows))["x"].tolist() == list(range(rows))
+    answer = group.in_blocks(batch_of(rows), num_blocks)
+    assert answer["row"].tolist() == answer["x"].tolist() == list(range(rows))
+    assert answer["block"].tolist() == [i * num_blocks // rows for i in range(rows)]
+    assert group.repeat(batch_of(rows), 3)["x"].tolist() == [i for i in range(rows) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("dp_ranks", "collected", "told"),
+    [
+        ([0, 0, 1, 1], [0], ["'m'", "dp rank 1", "[2, 3]"]),
+        ([0, 0, 1, 1], [0, 1, 2], ["'m'", "[0, 1]"]),
+        ([0, 2, 0, 2], [0, 1], ["'m'", "0..1"]),
+    ],
+)
+def test_a_mesh_that_would_lose_or_double_rows_is_refused_before_a_worker_runs(
+    dp_ranks: list[int], collected: list[int], told: list[str]
+) -> None:
+    group = local(dp_ranks, collected)
+    with pytest.raises(Refused) as refusal:
+        group.echo(batch_of())
+    assert all(text in str(refusal.value) for text in told)
+    assert group.num_calls() == [0, 0, 0, 0]
+    assert not group.failed
+
+
+def test_positional_and_keyword_arguments_behave_alike(group: WorkerGroup) -> None:
+    for answer in (group.echo(batch_of()), group.echo(batch=batch_of()), group.echo(batch_of(), other=None)):
+        assert answer["x"].tolist() == list(range(8))
+    assert group.second(batch_of(), batch_of())["x"].tolist() == list(range(8))
+    assert group.second(batch_of(), other=batch_of())["x"].tolist() == list(range(8))
+    assert group.second(other=batch_of(), batch=batch_of())["x"].tolist() == list(range(8))
+
+
+def test_batches_of_unequal_length_in_one_call_are_refused_with_both_lengths(group: WorkerGroup) -> None:
+    with pytest.raises(Refused) as refusal:
+        group.second(batch_of(8), other=batch_of(6))
+    assert "batch: 8 rows" in str(refusal.value)
+    assert "other: 6 rows" in str(refusal.value)
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_legal_sizes(group: WorkerGroup) -> None:
+    with pytest.raises(Refused) as refusal:
+        group.echo(batch_of(7))
+    text = str(refusal.value)
+    assert all(part in text for part in ("7 rows", "dp size 2", "'m'", "'echo'", "6, 8"))
+    with pytest.raises(Refused, match="3 mini-batches"):
+        group.in_blocks(batch_of(8), 3)
+    with pytest.raises(Refused, match="sizes: 2"):
+        group.echo(batch_of(2)[:0].exclude("tokens", "names"))
+    assert group.echo(batch_of(4))["x"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("value", [[10, 20, 30, 40], (10, 20, 30, 40), [10, 20, 30], None, 7, {"a": 1}])
+def test_what_is_no_batch_reaches_every_rank_as_it_is(group: WorkerGroup, value: Any) -> None:
+    assert group.see(value, value, key=value) == [(rank, value, (value,), {"key": value}) for rank in range(4)]
+
+
+def test_rank_zero_runs_on_rank_zero_alone_and_gives_its_value(group: WorkerGroup) -> None:
+    before = group.num_calls()
+    assert group.zero(7) == (0, 7)
+    assert group.see_on_zero(7) == (0, 7)
+    assert group.num_calls() == [before[0] + 2, *before[1:]]
+
+
+def test_what_a_worker_does_to_its_batch_arrives_and_touches_nobody_else(group: WorkerGroup) -> None:
+    batch = batch_of()
+    answer = group.edit(batch)
+    assert answer["rank"].tolist() == [2, 2, 2, 2, 0, 0, 0, 0]
+    assert answer["x"].tolist() == [2 * i for i in range(8)]
+    assert "y" not in answer.keys()  # noqa: SIM118
+    assert batch["x"].tolist() == list(range(8))
+    assert group.echo(batch)["x"].tolist() == list(range(8))
+
+
+def test_answers_that_are_no_batches_are_joined_as_they_declare_or_kept_by_dp_rank(group: WorkerGroup) -> None:
+    assert group.answer(batch_of(), "none") is None
+    assert group.answer(batch_of(), "number") == [2, 0]
+    metrics = group.answer(batch_of(), "metric")
+    assert (metrics["loss"].total, metrics["loss"].weight, metrics["loss"].value) == (2.0, 4.0, 0.5)
+    assert metrics["peak"].value == 2
+    rows, ranks = group.answer(batch_of(), "pair")
+    assert rows["x"].tolist() == list(range(8))
+    assert ranks == {"rank": [2, 0]}
+
+
+def test_one_rank_that_answers_none_where_others_answer_batches_is_named(group: WorkerGroup) -> None:
+    with pytest.raises(Refused) as refusal:
+        group.answer(batch_of(), "some_none")
+    assert "rank 0: NoneType" in str(refusal.value)
+
+
+def test_an_answer_with_other_rows_than_the_input_is_refused(group: WorkerGroup) -> None:
+    with pytest.raises(Refused, match="another number of rows") as refusal:
+        group.drop_last_row(batch_of())
+    assert "6 rows" in str(refusal.value)
+
+
+def test_a_future_gives_what_a_blocking_call_gives_and_can_be_handed_on(group: WorkerGroup) -> None:
+    future = group.later(batch_of())
+    assert group.second(batch_of(), future)["x"].tolist() == list(range(8))
+    assert future.done()
+    assert future.result()["x"].tolist() == future.result()["x"].tolist() == list(range(8))
+
+
+def test_an_override_without_the_decorator_keeps_the_spec_of_its_parent() -> None:
+    group = local(*PERMUTED, cls=Inheriting)
+    answer = group.echo(batch_of())
+    assert answer["inherited"].tolist() == [1] * 8
+    assert answer["x"].tolist() == list(range(8))
+    with pytest.raises(AttributeError, match="no method 'zero'"):
+        group.zero(1)
+
+
+def test_bound_methods_have_the_workers_signature_and_docstring() -> None:
+    group = local(*PERMUTED)
+    assert list(inspect.signature(group.echo).parameters) == ["batch", "other"]
+    assert group.echo.__doc__ == "Give the batch back."
+    with pytest.raises(TypeError, match="missing a required argument: 'batch'"):
+        group.echo()
+    with pytest.raises(AttributeError, match="did you mean 'echo'"):
+        group.ecko(batch_of())
+
+
+def test_names_of_the_groups_own_are_refused_at_bind() -> None:
+    with pytest.raises(Refused) as refusal:
+        local(cls=Clashing, world_size=1)
+    assert "world_size" in str(refusal.value)
+    assert "shutdown" in str(refusal.value)
+
+
+def test_a_worker_re_exports_the_meshes_of_inner_workers_under_its_own_names() -> None:
+    group = local(cls=Nested)
+    assert group.on_train(batch_of())["num"].tolist() == [2] * 8
+    assert group.on_ref(batch_of())["num"].tolist() == [4] * 8
+    with pytest.raises(Refused) as refusal:
+        local(True, cls=Nested)
+    assert "'train'" in str(refusal.value)
+
+
+def test_a_mesh_that_the_worker_does_not_have_is_refused_with_those_it_has() -> None:
+    class Misnamed(Nested):
+        @register(on_mesh("refs"))
+        def call(self, batch: Any) -> Any:
+            return batch
+
+    with pytest.raises(Refused, match="did you mean 'ref'"):
+        local(cls=Misnamed).call(batch_of())
+
+
+def test_a_refusal_on_all_ranks_leaves_the_group_healthy_and_one_on_some_fails_it(group: WorkerGroup) -> None:
+    with pytest.raises(Refused, match="a bad request"):
+        group.refuse([0, 1, 2, 3])
+    assert group.zero(1) == (0, 1)
+    assert not group.failed
+    mixed = local(*PERMUTED)
+    with pytest.raises(WorkerFailed, match="only ranks"):
+        mixed.refuse([1])
+    assert mixed.failed
+
+
+@pytest.mark.parametrize(("how", "error"), [("refuse", Refused), ("raise", WorkerFailed)])
+def test_a_constructor_that_raises_is_raised_by_the_groups(how: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        local(how, cls=FailsToStart)
+
+
+def test_a_mode_of_ones_own_is_an_object_handed_to_register() -> None:
+    from core.dispatch import DispatchMode
+
+    reversed_list = DispatchMode(
+        "reversed", Dispatch.ONE_TO_ALL.dispatch, lambda call, answers: [answers[r] for r in sorted(answers)][::-1]
+    )
+
+    class Own(Worker):
+        @register(reversed_list)
+        def number(self) -> int:
+            return self.rank
+
+    assert local(cls=Own).number() == [3, 2, 1, 0]
+
+
+def test_what_cannot_be_registered_is_refused() -> None:
+    with pytest.raises(Refused, match="DispatchMode"):
+        register("ONE_TO_ALL")  # type: ignore[arg-type]
+    with pytest.raises(Refused, match="all its ranks"):
+        register(on_mesh("m"), Execute.RANK_ZERO)
+
+
+def test_scanning_a_class_evaluates_nothing() -> None:
+    specs = method_specs(Echo)
+    assert "echo" in specs
+    assert "explosive" not in specs
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5))
+def test_dealt_rows_are_each_row_once_and_as_many_for_each_rank(dp_size: int, num_blocks: int, run: int) -> None:
+    rows = dp_size * num_blocks * run
+    shards = deal_rows(rows, dp_size, num_blocks, "a test")
+    numbers: list[list[int]] = [shard.row_numbers() for shard in shards]
+    assert sorted(row for shard in numbers for row in shard) == list(range(rows))
+    assert {len(shard) for shard in numbers} == {num_blocks * run}

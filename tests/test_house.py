@@ -1,0 +1,122 @@
+"""The rules of the house: which room may import which, what core may know, and how large it may grow."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PLUGINS = sorted(ROOT.glob("plugins/*/manymesh_*"))
+# Published names of backends; `hf` only as a whole word.
+BACKENDS = re.compile(r"fsdp|megatron|vllm|sglang|(?<![a-z0-9])hf(?![a-z0-9])", re.IGNORECASE)
+HEAVY = {"torch", "ray", "vllm", "sglang", "megatron", "transformers", "tensordict"}
+
+
+def sources(folder: Path) -> list[Path]:
+    files = sorted(file for file in folder.rglob("*.py") if "tests" not in file.relative_to(folder).parts)
+    assert files, f"{folder} holds no Python file"
+    return files
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Top-level names of all that a file imports, lazily too."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.partition(".")[0]
+
+
+@pytest.mark.parametrize(
+    ("folder", "others"),
+    [
+        (ROOT / "core", {"manymesh", "sdk", "tests"}),
+        (ROOT / "manymesh", {"sdk", "tests"}),
+        (ROOT / "sdk", {"tests"}),
+        *((plugin, {"manymesh", "sdk", "tests"}) for plugin in PLUGINS),
+    ],
+    ids=lambda value: value.name if isinstance(value, Path) else "",
+)
+def test_imports_point_one_way(folder: Path, others: set[str]) -> None:
+    """Plugins and manymesh import core; sdk imports core and manymesh; nobody imports a plugin by its name."""
+    forbidden = others | {plugin.name for plugin in PLUGINS if plugin != folder}
+    wrong = [
+        f"{file.relative_to(ROOT)} imports {n}" for file in sources(folder) for n in imports(file) if n in forbidden
+    ]
+    assert wrong == []
+
+
+def words(file: Path) -> Iterator[tuple[int, str]]:
+    """Identifiers and strings of a file's code, with their lines; prose (docstrings, comments) is left out."""
+    tree = ast.parse(file.read_text())
+    prose = set()
+    for node in ast.walk(tree):
+        # A string that stands by itself is a docstring, be it of a module, a class, a function or an attribute.
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            prose.add(node.value)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in prose:
+            yield node.lineno, node.value
+        for field in ("id", "attr", "name", "arg", "module"):
+            if isinstance(value := getattr(node, field, None), str):
+                yield getattr(node, "lineno", 0), value
+
+
+def test_core_names_no_backend() -> None:
+    named = [
+        f"{file.relative_to(ROOT)}:{line}: {word}"
+        for file in sources(ROOT / "core")
+        for line, word in words(file)
+        if BACKENDS.search(word)
+    ]
+    assert named == []
+
+
+def test_the_rule_on_backend_names_bites(tmp_path: Path) -> None:
+    file = tmp_path / "bad.py"
+    file.write_text('"""FSDP is prose."""\nimport manymesh_hf\nname = "vllm"\nshelf = megatron_args = 1\n')
+    assert [line for line, word in words(file) if BACKENDS.search(word)] == [2, 3, 4]
+    assert sorted(imports(file)) == ["manymesh_hf"]
+
+
+def test_core_stays_small() -> None:
+    lines = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in sources(ROOT / "core")}
+    assert {file: count for file, count in lines.items() if count > 400} == {}
+    assert sum(lines.values()) < 4000
+
+
+def test_a_plugins_package_is_empty_so_that_listing_it_imports_nothing_heavy() -> None:
+    assert PLUGINS
+    for plugin in PLUGINS:
+        assert (plugin / "__init__.py").read_text().strip() == ""
+
+
+def test_importing_core_and_what_lists_and_plans_imports_nothing_heavy() -> None:
+    modules = "core, core.registry, core.list_engines, core.hookspecs, core.config, core.manifest, core.mesh"
+    script = f"import sys, {modules}; sys.exit(sorted({HEAVY} & set(sys.modules)) or 0)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_of_core_has_a_home() -> None:
+    """Read off the source: importing them all would import torch and ray."""
+    import core
+
+    for name, home in core._HOME_OF.items():
+        path = ROOT / home.replace(".", "/")
+        file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+        tree = ast.parse(file.read_text())
+        defined = {getattr(node, "name", None) for node in tree.body}
+        for node in tree.body:
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                defined |= {target.id for target in targets if isinstance(target, ast.Name)}
+            elif isinstance(node, ast.ImportFrom):
+                defined |= {alias.asname or alias.name for alias in node.names}
+        assert name in defined, f"{home} does not define {name}"

@@ -1,0 +1,196 @@
+"""The listing as an operator sees it: a table or JSON, and an exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.list_engines import as_dict, main
+from core.registry import EngineRegistry
+from tests.fake_distributions import BACKEND, install, manifest, plugin
+
+HEAVY = ("torch", "ray", "vllm", "sglang", "megatron", "transformers", "tensordict")
+BROKEN = {
+    "import-toy": "raise ImportError('no libfoo.so')",
+    "runtime-toy": "raise RuntimeError('[/red] needs a driver')",
+    "syntax-toy": "def f(:\n",
+    "exit-toy": "import sys; print('bye'); sys.exit(3)",
+}
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good plugin, four broken ones, one of another API and one that lacks what it requires."""
+    folder = tmp_path_factory.mktemp("site")
+    good = manifest("toy", "acme_toy", summary="a toy", requires=(("pluggy>=1", "nobody-has-this"),))
+    install(folder, "acme-toy", {"acme_toy.py": "print('hello')\n" + plugin(good), "acme_toy_backend.py": BACKEND})
+    for name, source in BROKEN.items():
+        install(folder, name, {f"{name.replace('-', '_')}.py": source}, version="7.1")
+    install(folder, "next-toy", {"next_toy.py": ""}, group="manymesh.v2")
+    lacking = manifest("lacking", "lacking_toy", kind="rollout", requires=(("nobody-has-this>=2",),))
+    install(folder, "lacking-toy", {"lacking_toy.py": plugin(lacking)})
+    return folder
+
+
+def run(site: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "core.list_engines", *args]
+    environ = os.environ | {"PYTHONPATH": str(site)} | env
+    return subprocess.run(command, env=environ, cwd=site.parent, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="session")
+def listing(site: Path) -> dict[str, dict[str, Any]]:
+    """The JSON listing, by distribution."""
+    done = run(site, "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["schema"] == 1
+    names = [entry["name"] for entry in answer["entries"]]
+    assert names == sorted(names)
+    return {entry["distribution"]: entry for entry in answer["entries"]}
+
+
+def test_json_says_all_of_a_good_plugin(listing: dict[str, dict[str, Any]]) -> None:
+    assert listing["acme-toy"] == {
+        "name": "toy",
+        "kind": "engine",
+        "status": "ok",
+        "distribution": "acme-toy",
+        "version": "1.0",
+        "reason": "",
+        "mend": "",
+        "devices": ["cpu", "cuda"],
+        "model_types": ["language_model"],
+        "capabilities": [],
+        "factory": "acme_toy_backend:Backend",
+    }
+
+
+@pytest.mark.parametrize(
+    ("distribution", "said"),
+    [
+        ("import-toy", "ImportError: no libfoo.so"),
+        ("runtime-toy", "RuntimeError: [/red] needs a driver"),
+        ("syntax-toy", "SyntaxError: "),
+        ("exit-toy", "SystemExit: 3"),
+    ],
+)
+def test_json_says_why_a_plugin_is_broken_and_how_to_mend_it(
+    listing: dict[str, dict[str, Any]], distribution: str, said: str
+) -> None:
+    entry = listing[distribution]
+    assert (entry["status"], entry["kind"], entry["version"]) == ("broken", None, "7.1")
+    assert entry["reason"].startswith(said)
+    assert distribution in entry["mend"]
+    assert (entry["devices"], entry["capabilities"], entry["factory"]) == ([], [], None)
+
+
+def test_json_says_what_is_incompatible_and_what_lacks_a_dependency(listing: dict[str, dict[str, Any]]) -> None:
+    assert listing["next-toy"]["status"] == "incompatible"
+    lacking = listing["lacking-toy"]
+    assert (lacking["status"], lacking["kind"], lacking["devices"]) == (
+        "missing-dependency",
+        "rollout",
+        ["cpu", "cuda"],
+    )
+    assert lacking["mend"] == "pip install 'nobody-has-this>=2'"
+
+
+def test_the_table_has_a_line_for_each_and_the_mend_below(site: Path) -> None:
+    done = run(site)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["kind", "name", "status", "distribution", "devices"]
+    assert any(" ".join(line.split()) == "engine toy ok acme-toy 1.0 cpu, cuda a toy" for line in lines)
+    (at,) = (number for number, line in enumerate(lines) if "[/red] needs a driver" in line)
+    assert lines[at].split()[:4] == ["?", "runtime-toy", "broken", "runtime-toy"]
+    assert lines[at + 1].lstrip().startswith("mend: ")
+    assert "bye" not in done.stdout, "what plugins print goes to stderr"
+
+
+def test_nothing_heavy_is_imported_by_a_listing(site: Path) -> None:
+    script = (
+        "import sys; from core.list_engines import main; main([]); main(['--json', '--verbose'])\n"
+        f"sys.exit(sorted(set({HEAVY}) & set(sys.modules)) or 0)"
+    )
+    env = os.environ | {"PYTHONPATH": str(site)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, cwd=site.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_strict_exits_1_when_anything_is_not_ok_but_not_for_what_is_disabled(site: Path) -> None:
+    assert run(site, "--strict").returncode == 1
+    assert run(site, "--strict", "--json", MANYMESH_PLUGINS="acme-toy").returncode == 0
+    assert run(site, "--strict", "--json", MANYMESH_PLUGINS="acme-toy,lacking-toy").returncode == 1
+
+
+@pytest.fixture
+def here(site: Path, monkeypatch: pytest.MonkeyPatch) -> EngineRegistry:
+    """The listing's plugins in this process, which `main` then finds."""
+    monkeypatch.syspath_prepend(str(site))
+    registry = EngineRegistry.discover({})
+    monkeypatch.setattr(EngineRegistry, "discover", classmethod(lambda cls: registry))
+    return registry
+
+
+def test_kind_narrows_the_listing_but_keeps_plugins_whose_kind_is_unknown(
+    here: EngineRegistry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["--kind", "rollout", "--json"]) == 0
+    listed = {entry["distribution"]: entry["kind"] for entry in json.loads(capsys.readouterr().out)["entries"]}
+    assert "acme-toy" not in listed
+    assert listed["lacking-toy"] == "rollout"
+    assert listed["import-toy"] is None
+    with pytest.raises(SystemExit, match="2"):
+        main(["--kind", "rollouts"])
+
+
+def test_verbose_adds_what_the_manifest_says(here: EngineRegistry, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--verbose"])
+    said = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "requires: pluggy>=1 or nobody-has-this" in said
+    assert "factory: acme_toy_backend:Backend" in said
+    assert "config: acme_toy_backend:Config" in said
+    assert "capabilities: none" in said
+    assert "module: runtime_toy" in said
+
+
+def test_a_terminal_gets_colours_and_no_markup_is_read_out_of_errors(
+    here: EngineRegistry, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    main([])
+    said = capsys.readouterr().out
+    assert "\x1b[32mok" in said
+    assert "\x1b[31mbroken" in said
+    assert "[/red] needs a driver" in said
+
+
+def test_without_plugins_the_listing_says_how_to_install_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(EngineRegistry, "discover", classmethod(lambda cls: EngineRegistry(())))
+    assert main(["--strict"]) == 0
+    said = capsys.readouterr().out
+    assert "pip install 'manymesh[" in said
+    assert "'manymesh.v1'" in said
+    assert main(["--kind", "transfer"]) == 0
+    assert "No plugin that offers a transfer is installed" in capsys.readouterr().out
+    assert main(["--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"schema": 1, "entries": []}
+
+
+def test_every_entry_of_this_environment_can_be_written_as_json() -> None:
+    for entry in EngineRegistry.discover({}).entries:
+        assert json.loads(json.dumps(as_dict(entry)))["distribution"] == entry.distribution
