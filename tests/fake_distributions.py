@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -72,3 +73,10 @@ def install(
     files = [*sources, *(f"{info.name}/{path.name}" for path in info.iterdir()), f"{info.name}/RECORD"]
     (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
     return info
+
+
+def forget(folder: Path) -> None:
+    """Drop the modules that this process imported from below a folder, so that another test can have their names."""
+    for name, module in list(sys.modules.items()):
+        if str(folder) in str(getattr(module, "__file__", None)):
+            del sys.modules[name]

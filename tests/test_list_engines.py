@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from core.list_engines import as_dict, main
 from core.registry import EngineRegistry
-from tests.fake_distributions import BACKEND, install, manifest, plugin
+from tests.fake_distributions import BACKEND, forget, install, manifest, plugin
 
 HEAVY = ("torch", "ray", "vllm", "sglang", "megatron", "transformers", "tensordict")
 BROKEN = {
@@ -131,12 +132,13 @@ def test_strict_exits_1_when_anything_is_not_ok_but_not_for_what_is_disabled(sit
 
 
 @pytest.fixture
-def here(site: Path, monkeypatch: pytest.MonkeyPatch) -> EngineRegistry:
+def here(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineRegistry]:
     """The listing's plugins in this process, which `main` then finds."""
     monkeypatch.syspath_prepend(str(site))
     registry = EngineRegistry.discover({})
     monkeypatch.setattr(EngineRegistry, "discover", classmethod(lambda cls: registry))
-    return registry
+    yield registry
+    forget(site)
 
 
 def test_kind_narrows_the_listing_but_keeps_plugins_whose_kind_is_unknown(

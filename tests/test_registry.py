@@ -19,7 +19,7 @@ import core
 from core.errors import ConfigError, Refused, RegistryError
 from core.manifest import Manifest
 from core.registry import Choice, EngineRegistry, Entry, Status, check_core
-from tests.fake_distributions import BACKEND, HEADER, install, manifest, plugin
+from tests.fake_distributions import BACKEND, HEADER, forget, install, manifest, plugin
 
 
 @pytest.fixture
@@ -28,11 +28,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
-    before = set(sys.modules)
     yield folder
-    for name in set(sys.modules) - before:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
-            del sys.modules[name]
+    forget(tmp_path)
 
 
 def discovered(**env: str) -> EngineRegistry:
