@@ -109,8 +109,7 @@ def discover(env: Mapping[str, str]) -> tuple[Entry, ...]:
         entries += _entries(plugin, allowed is None or plugin.name in allowed, version_of)
     for name in (allowed or set()) - plugins.keys():
         reason = f"{PLUGINS_VARIABLE} names it, but no plugin of this name is installed"
-        blank = Entry(name, None, Status.BROKEN, name, "", "")
-        entries.append(attrs.evolve(blank, reason=reason, mend=did_you_mean(name, plugins)))
+        entries.append(Entry(name, None, Status.BROKEN, name, "", "", reason, did_you_mean(name, plugins)))
     return tuple(sorted(entries, key=lambda e: (e.name, e.kind or "", e.distribution)))
 
 
