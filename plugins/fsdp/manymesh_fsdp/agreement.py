@@ -1,0 +1,43 @@
+"""Decisions that every rank takes alike: without them one rank refuses while the others wait in a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from core.errors import Refused
+
+T = TypeVar("T")
+
+
+def on_first_rank(group: Any, function: Callable[[], T]) -> T:
+    """Run `function` on rank 0 of the group and give its (picklable) answer to all.
+
+    Raises:
+        Refused: on all ranks, where the function raised it on the first.
+    """
+    answer: list[Any] = [None, None]
+    if dist.get_rank(group) == 0:
+        try:
+            answer[0] = function()
+        except Refused as error:
+            answer[1] = error
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(answer, group=group, group_src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    value: T = answer[0]
+    return value
+
+
+def agree(group: Any, error: Refused | None) -> None:
+    """Raise on all ranks the error of the lowest rank that has one."""
+    errors: list[Refused | None] = [error]
+    if (size := dist.get_world_size(group)) > 1:
+        errors = [None] * size
+        dist.all_gather_object(errors, error, group=group)
+    for each in errors:
+        if each is not None:
+            raise each

@@ -1,0 +1,182 @@
+"""A sharded model's weights by the names that save_pretrained writes, one tensor at a time in both directions.
+
+transformers fuses some weights in memory (experts into one parameter) and splits them again when saving. A `Unit` is
+the smallest set of parameters that such a conversion treats together: nearly always one parameter with its own name.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, cast
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from core.errors import Refused
+from core.protocols import WeightSpec
+from manymesh_fsdp.model import copy_full, persistent
+
+FUSED_BY_ROLLOUTS = (
+    (re.compile(r"\.(?:q|k|v)_proj\."), ".qkv_proj."),
+    (re.compile(r"\.(?:gate|up)_proj\."), ".gate_up_proj."),
+)
+
+
+@attrs.frozen
+class Unit:
+    """Parameters by their names in the model, and the tensors that they are saved as."""
+
+    parameters: tuple[str, ...]
+    saved: dict[str, torch.Size]
+
+    @property
+    def plain(self) -> bool:
+        """Saved as it is in memory, under its own name."""
+        return tuple(self.saved) == self.parameters
+
+
+class NamedWeights:
+    """Export and load of a sharded model's weights by saved names."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._conversions = [
+            each
+            for each in getattr(model, "_weight_conversions", None)
+            or get_model_conversion_mapping(model, add_legacy=False)
+            if not isinstance(each, PrefixChange)  # as revert_weight_conversion does for models made from a config
+        ]
+        self.units = self._find_units()
+
+    def _find_units(self) -> list[Unit]:
+        reverse = [each.reverse_transform() for each in reversed(self._conversions)]
+        converters = [each for each in reverse if isinstance(each, WeightConverter)]
+        members: dict[str, list[str]] = {}
+        tensors = persistent(self._model)
+        for name in tensors:
+            members.setdefault(apply_converters(name, converters)[0], []).append(name)
+        units = []
+        for names in members.values():
+            shells = {name: torch.empty(tensors[name].shape, device="meta") for name in names}
+            saved = revert_weight_conversion(self._model, shells)
+            units.append(Unit(tuple(names), {name: shell.shape for name, shell in saved.items()}))
+        return units
+
+    def specs(self) -> list[WeightSpec]:
+        tensors = persistent(self._model)
+        dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+        return [
+            WeightSpec(name, tuple(shape), dtypes[unit.parameters[0]], _together(name))
+            for unit in self.units
+            for name, shape in unit.saved.items()
+        ]
+
+    @torch.no_grad()
+    def export(self, device: torch.device, dst: Literal["all", "first"]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Collective. A tensor is the receiver's own: later training doesn't change it."""
+        tensors = persistent(self._model)
+        leave_out = dst == "first" and dist.get_rank() > 0
+        for unit in self.units:
+            full = {name: _full(tensors[name], device) for name in unit.parameters}
+            if leave_out:
+                dtype = tensors[unit.parameters[0]].dtype
+                full = {name: torch.empty(0, dtype=dtype, device=device) for name in unit.saved}
+            elif not unit.plain:
+                full = revert_weight_conversion(self._model, full)
+            for name in unit.saved:
+                yield name, full.pop(name)
+
+    def load(self, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Copy full tensors, the same stream on every rank, into the shards. Not collective.
+
+        Raises:
+            Refused: an unknown name, one that came before, a wrong shape, or (at the end) names that never came. What
+                came before is loaded then: a stream cannot be checked in advance.
+        """
+        tensors = persistent(self._model)
+        owner = {name: unit for unit in self.units for name in unit.saved}
+        waiting: dict[int, dict[str, torch.Tensor]] = {}
+        seen: set[str] = set()
+        for name, tensor in stream:
+            unit = owner.get(name)
+            if unit is None or name in seen:
+                raise _refused_names(owner.keys(), seen, name)
+            if tensor.shape != unit.saved[name]:
+                raise Refused(
+                    f"the weight {name!r} has another shape than the model's",
+                    have=tuple(tensor.shape),
+                    want=tuple(unit.saved[name]),
+                    mend="send the weights of the model that the engine was built from",
+                )
+            seen.add(name)
+            if unit.plain:
+                copy_full(tensors[name], tensor)
+                continue
+            parts = waiting.setdefault(id(unit), {})
+            parts[name] = tensor.clone()  # the stream may use its buffer again before the unit is whole
+            if len(parts) == len(unit.saved):
+                for parameter, full in self._convert(waiting.pop(id(unit))).items():
+                    copy_full(tensors[parameter], full)
+        if len(seen) < len(owner):
+            raise _refused_names(owner.keys(), seen)
+
+    def _convert(self, saved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Saved tensors of one unit to parameters, by the steps that from_pretrained takes."""
+        renamings = [each for each in self._conversions if isinstance(each, WeightRenaming)]
+        converters = [each for each in self._conversions if isinstance(each, WeightConverter)]
+        by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+        out: dict[str, torch.Tensor] = {}
+        active: dict[str, Any] = {}
+        for name in sorted(saved, key=dot_natural_key):
+            target, pattern = rename_source_key(name, renamings, converters)
+            if pattern is None:
+                out[target] = saved[name]
+                continue
+            if target not in active:
+                active[target] = copy.deepcopy(by_pattern[pattern])
+            active[target].add_tensor(target, name, pattern, saved[name])
+        for target, converter in active.items():
+            made = converter.convert(target, model=self._model, config=self._model.config)
+            out |= {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        return out
+
+
+def _full(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to(device, copy=True)
+    full: torch.Tensor = cast(DTensor, tensor.detach().to(device)).full_tensor()
+    # On one rank the full tensor is the shard itself.
+    return full.clone() if tensor.device_mesh.size() == 1 else full
+
+
+def _together(name: str) -> str | None:
+    for pattern, fused in FUSED_BY_ROLLOUTS:
+        if pattern.search(name):
+            return pattern.sub(fused, name)
+    return None
+
+
+def _refused_names(known: Any, seen: set[str], unexpected: str | None = None) -> Refused:
+    missing: Sequence[str] = [name for name in known if name not in seen]
+    what = "a weight came twice" if unexpected in seen else "a weight has a name that the model doesn't know"
+    return Refused(
+        what if unexpected else "weights are missing, and the model is loaded in part",
+        have=f"{len(seen)} matched, {len(missing)} missing: {list(missing[:8])}, "
+        f"unexpected: {[unexpected] if unexpected else []}",
+        want=f"each of the {len(known)} names of weight_specs once",
+        mend="send every tensor of weight_specs by its name",
+    )

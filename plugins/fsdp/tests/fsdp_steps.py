@@ -1,0 +1,148 @@
+"""What the tests run on every rank, and the plain transformers loop that they compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from transformers import AutoModelForCausalLM
+
+from core.batch import select, with_metadata
+from core.config import OptimizerConfig
+from core.protocols import LossScale, Metric
+from manymesh_fsdp.config import FsdpConfig
+from manymesh_fsdp.engine import FsdpEngine
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=1.0)
+UNEQUAL = (40, 2, 17, 3, 25, 1, 9, 5)
+BOTH = frozenset({"log_probs", "entropy"})
+
+
+class PolicyLoss:
+    """Advantage-weighted log-probabilities with an entropy bonus: both outputs carry gradient."""
+
+    needs = BOTH
+
+    def __call__(
+        self, outputs: Mapping[str, torch.Tensor], batch: TensorDict, scale: LossScale
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        weight = batch["response_mask"] * batch["row_weight"][:, None]
+        terms = batch["advantages"] * outputs["log_probs"] + 0.1 * outputs["entropy"]
+        share = -(terms * weight).sum() / scale.num_tokens
+        return share, {"loss": Metric(share.item(), 1.0, "sum")}
+
+
+def make_batch(lengths: Sequence[int] = UNEQUAL, *, seed: int = 0, temperature: float = 0.7) -> TensorDict:
+    """Padded rows of the given lengths; what padding holds is noise, which must not matter."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, width = len(lengths), max(lengths)
+    mask = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
+    batch = TensorDict(
+        {
+            "input_ids": torch.randint(3, 64, (rows, width), generator=generator),
+            "attention_mask": mask,
+            "response_mask": mask & (torch.arange(width) > 0)[None],
+            "advantages": torch.randn(rows, width, generator=generator),
+            "row_weight": torch.ones(rows),
+        },
+        batch_size=[rows],
+    )
+    return with_metadata(batch, temperature=temperature)
+
+
+def scale_of(batch: TensorDict) -> LossScale:
+    return LossScale(float((batch["response_mask"] * batch["row_weight"][:, None]).sum()), float(len(batch)))
+
+
+def shares(batch: TensorDict, rank: int, world_size: int, num_micro: int) -> list[TensorDict]:
+    """This rank's micro-batches: rows dealt in turn."""
+    rows = torch.arange(len(batch))[rank::world_size]
+    return [select(batch, part) for part in rows.tensor_split(num_micro)]
+
+
+def build(model: str, **options: Any) -> FsdpEngine:
+    engine = FsdpEngine(FsdpConfig(model, **({"optimizer": OPTIMIZER} | options)), device="cpu")
+    engine.initialize()
+    return engine
+
+
+def step(engine: FsdpEngine, batch: TensorDict, num_micro: int = 1) -> tuple[float, float, bool]:
+    """One optimizer step on a global batch: this rank's loss, the gradient's norm, whether it was skipped."""
+    mesh = engine.mesh
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        micro_batches = shares(batch, mesh.dp_rank, mesh.dp_size, num_micro)
+        results = engine.forward_backward(micro_batches, PolicyLoss(), scale_of(batch))
+        info = engine.optimizer_step()
+        engine.lr_scheduler_step()
+    return sum(result.metrics["loss"].total for result in results), info.grad_norm, info.skipped
+
+
+def weights(engine: FsdpEngine) -> dict[str, torch.Tensor]:
+    return dict(engine.export_weights())
+
+
+def infer(engine: FsdpEngine, batch: TensorDict, outputs: frozenset[str] = BOTH) -> dict[str, torch.Tensor]:
+    """Outputs of the whole batch on this rank, whatever its peers are given."""
+    with engine.eval_mode():
+        (result,) = engine.forward_backward([batch], None, scale_of(batch), forward_only=True, outputs=outputs)
+    assert result.outputs is not None
+    return dict(result.outputs.items())
+
+
+def train(
+    rank: int, world_size: int, model: str, batches: Sequence[TensorDict], num_micro: int = 1, **options: Any
+) -> dict[str, Any]:
+    engine = build(model, **options)
+    steps = [step(engine, batch, num_micro) for batch in batches]
+    return {"steps": steps, "weights": weights(engine)}
+
+
+class Plain:
+    """One process, one transformers model, rows one by one, log_softmax over the vocabulary, torch's own clipping."""
+
+    def __init__(self, model: str, config: OptimizerConfig = OPTIMIZER, dtype: torch.dtype = torch.float32) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        named = list(self.model.parameters())
+        groups = [
+            {"params": [p for p in named if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in named if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        self._config = config
+        self._optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, config.lr_factor)
+
+    def outputs(self, batch: TensorDict, temperature: float = 0.7) -> dict[str, torch.Tensor]:
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        out = {name: torch.zeros(ids.shape) for name in BOTH}
+        for row, length in enumerate(mask.sum(1).tolist()):
+            logits = self.model(input_ids=ids[row : row + 1, :length]).logits[0, :-1].float() / temperature
+            log_softmax = logits.log_softmax(-1)
+            picked = log_softmax.gather(-1, ids[row, 1:length, None]).squeeze(-1)
+            out["log_probs"][row, 1:length] = picked
+            out["entropy"][row, 1:length] = -(log_softmax.exp() * log_softmax).sum(-1)
+        return out
+
+    def step(self, batch: TensorDict) -> tuple[float, float]:
+        self._optimizer.zero_grad()
+        loss, _ = PolicyLoss()(self.outputs(batch), batch, scale_of(batch))
+        loss.backward()
+        limit = self._config.max_grad_norm or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        self._optimizer.step()
+        self._schedule.step()
+        return loss.item(), norm.item()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+def movement_error(
+    have: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor]
+) -> float:
+    """Norm of the error over the norm of what training moved."""
+    error = sum((have[name].double() - want[name].double()).square().sum() for name in want)
+    moved = sum((want[name].double() - start[name].double()).square().sum() for name in want)
+    return float((error / moved) ** 0.5)

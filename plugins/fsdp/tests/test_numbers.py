@@ -1,0 +1,208 @@
+"""Log-probabilities, losses, gradients and steps are those of one process with a plain transformers model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fsdp_steps import BOTH, OPTIMIZER, Plain, PolicyLoss, build, infer, make_batch, movement_error, step, train, weights
+from transformers import AutoModelForCausalLM
+
+import attrs
+
+from core.config import OptimizerConfig
+from manymesh_fsdp.engine import FsdpEngine
+from manymesh_fsdp.log_probs import token_outputs
+
+BATCHES = [make_batch(seed=0), make_batch(seed=1)]
+
+
+@pytest.fixture(scope="session")
+def plain(qwen3: str) -> dict[str, Any]:
+    """The same two steps by the plain loop."""
+    model = Plain(qwen3)
+    start, outputs = model.weights(), model.outputs(BATCHES[0])
+    steps = [model.step(batch) for batch in BATCHES]
+    return {
+        "start": start,
+        "outputs": {name: value.detach() for name, value in outputs.items()},
+        "steps": steps,
+        "weights": model.weights(),
+    }
+
+
+def check_steps(ranks: list[dict[str, Any]], plain: dict[str, Any], tolerance: float = 1e-3) -> None:
+    for number, (loss, norm) in enumerate(plain["steps"]):
+        assert sum(each["steps"][number][0] for each in ranks) == pytest.approx(loss, rel=1e-4)
+        for each in ranks:
+            assert each["steps"][number][1:] == (pytest.approx(norm, rel=1e-4), False)
+    for each in ranks:
+        assert movement_error(each["weights"], plain["weights"], plain["start"]) < tolerance
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("num_micro", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_steps_on_very_unequal_rows_equal_the_plain_loop(on, qwen3, plain, world_size, num_micro, packing) -> None:
+    check_steps(on(world_size, train, qwen3, BATCHES, num_micro, packing=packing), plain)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_outputs_are_aligned_with_tokens_and_zero_elsewhere(on, qwen3, plain, packing) -> None:
+    made = infer(build(qwen3, packing=packing), BATCHES[0])
+    empty = ~BATCHES[0]["response_mask"]
+    for name, want in plain["outputs"].items():
+        assert made[name].dtype == torch.float32
+        assert made[name][empty].eq(0).all()
+        torch.testing.assert_close(made[name], want, atol=2e-5, rtol=1e-5)
+
+
+def test_packed_rows_do_not_see_each_other(on, qwen3) -> None:
+    batch, other = make_batch((20, 20)), make_batch((20, 20))
+    other["input_ids"][0] = other["input_ids"][0].flip(0)
+    engine = build(qwen3, packing=True)
+    before, after = infer(engine, batch), infer(engine, other)
+    torch.testing.assert_close(before["log_probs"][1], after["log_probs"][1], atol=2e-5, rtol=1e-5)
+    assert (before["log_probs"][0] - after["log_probs"][0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("trap", [{"use_cache": True}, {"attention_mask": torch.ones(1, 40, dtype=torch.long)}])
+def test_the_check_above_would_see_rows_that_leak(qwen3, trap) -> None:
+    """What transformers does with position_ids alone where a cache or a mask comes with them."""
+    batch = make_batch((20, 20))
+    model = AutoModelForCausalLM.from_pretrained(qwen3)
+    packed = {"input_ids": batch["input_ids"].reshape(1, 40), "position_ids": torch.arange(20).repeat(2)[None]}
+    with torch.no_grad():
+        apart = model(**packed, use_cache=False).logits
+        leaking = model(**packed, **({"use_cache": False} | trap)).logits
+    assert (apart - leaking)[0, :20].abs().max() < 1e-4
+    assert (apart - leaking)[0, 20:].abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "same_as_plain"),
+    [
+        ({"gradient_checkpointing": True}, True),
+        ({"reshard_after_forward": False}, True),
+        ({"gradient_checkpointing": True, "packing": True, "attn_implementation": "eager"}, True),
+        ({"optimizer": attrs.evolve(OPTIMIZER, max_grad_norm=1e-2)}, False),
+    ],
+    ids=["checkpointing", "no-reshard", "checkpointing-packed-eager", "hard-clipping"],
+)
+def test_how_a_step_is_run_does_not_change_it(on, qwen3, plain, options, same_as_plain) -> None:
+    if not same_as_plain:
+        model = Plain(qwen3, options["optimizer"])
+        plain = plain | {"steps": [model.step(batch) for batch in BATCHES], "weights": model.weights()}
+    check_steps(on(2, train, qwen3, BATCHES, 2, **options), plain)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama", "qwen2"])
+def test_other_families_step_as_the_plain_loop(on, model_dir, family) -> None:
+    directory = model_dir(family, tie_word_embeddings=False)
+    model = Plain(directory)
+    start, steps = model.weights(), [model.step(batch) for batch in BATCHES]
+    model.model.save_pretrained(at := directory + "-trained")
+    again = AutoModelForCausalLM.from_pretrained(at)  # fused names, as the plain loop has
+    assert dict(again.named_parameters()).keys() == start.keys()
+
+    def job(rank: int, world_size: int) -> dict[str, Any]:
+        engine = build(directory)
+        made = {"steps": [step(engine, batch, 2) for batch in BATCHES]}
+        tensors = {name: p.full_tensor().detach() for name, p in engine._ready().model.named_parameters()}
+        return made | {"weights": tensors}
+
+    check_steps(on(2, job), {"start": start, "steps": steps, "weights": model.weights()})
+
+
+def test_the_schedule_is_the_one_of_the_config(on, qwen3) -> None:
+    config = OptimizerConfig(lr=1e-2, schedule="cosine", warmup_steps=2, total_steps=6, min_lr_ratio=0.1)
+    engine = build(qwen3, optimizer=config)
+    rates = [engine.lr_scheduler_step() for _ in range(6)]
+    assert rates == pytest.approx([config.lr * config.lr_factor(number) for number in range(1, 7)])
+    model = Plain(qwen3, config)
+    start, steps = model.weights(), [model.step(batch) for batch in BATCHES]
+    check_steps(
+        on(2, train, qwen3, BATCHES, optimizer=config),
+        {"start": start, "steps": steps, "weights": model.weights()},
+    )
+
+
+def test_weight_decay_leaves_norms_alone(on, qwen3) -> None:
+    """With no gradient to speak of, matrices shrink and norms stay."""
+
+    def job(rank: int, world_size: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        engine = build(qwen3, optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.5))
+        before, batch = weights(engine), make_batch()
+        batch["advantages"].zero_()
+        batch["row_weight"].zero_()
+        engine.optimizer_zero_grad()
+        rows = batch[rank::world_size].contiguous()
+        from core.protocols import LossScale
+
+        engine.forward_backward([rows], PolicyLoss(), LossScale(1.0, 1.0))
+        engine.optimizer_step()
+        return before, weights(engine)
+
+    before, after = on(2, job)[0]
+    for name, tensor in before.items():
+        want = tensor if tensor.ndim == 1 else tensor * (1 - 1e-2 * 0.5)
+        torch.testing.assert_close(after[name], want, atol=1e-6, rtol=1e-5)
+
+
+def test_bf16_compute_keeps_fp32_weights_and_follows_the_plain_loop_roughly(on, qwen3, plain) -> None:
+    for ranks in (on(2, train, qwen3, BATCHES, 2, compute_dtype="bfloat16", reduce_dtype="float32"),):
+        assert {each.dtype for each in ranks[0]["weights"].values()} == {torch.float32}
+        loss = sum(each["steps"][0][0] for each in ranks)
+        assert loss == pytest.approx(plain["steps"][0][0], rel=0.1)
+        assert 1e-4 < movement_error(ranks[0]["weights"], plain["weights"], plain["start"]) < 0.7
+
+
+def test_bf16_parameters_train(on, qwen3) -> None:
+    made = on(2, train, qwen3, BATCHES, 2, dtype="bfloat16")[0]
+    assert {each.dtype for each in made["weights"].values()} == {torch.bfloat16}
+    assert all(norm > 0 and not skipped for _, norm, skipped in made["steps"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_token_outputs_and_their_gradient_are_those_of_log_softmax(monkeypatch, dtype, temperature) -> None:
+    monkeypatch.setattr("manymesh_fsdp.log_probs.CHUNK_ELEMENTS", 40)  # several chunks
+    torch.manual_seed(0)
+    logits = torch.randn(2, 7, 11, dtype=dtype).mul(3).requires_grad_()
+    ids, weight = torch.randint(0, 11, (2, 7)), torch.randn(2, 2, 7)
+    made = token_outputs(logits, ids, temperature, entropy=True)
+    (made["log_probs"] * weight[0] + made["entropy"] * weight[1]).sum().backward()
+    gradient, logits.grad = logits.grad, None
+
+    log_softmax = (logits.float() / temperature).log_softmax(-1)[:, :-1]
+    log_probs = log_softmax.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    (log_probs * weight[0, :, 1:] + entropy * weight[1, :, 1:]).sum().backward()
+    for name, want in (("log_probs", log_probs), ("entropy", entropy)):
+        assert made[name][:, 0].eq(0).all()
+        torch.testing.assert_close(made[name][:, 1:], want, atol=1e-5, rtol=1e-5)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(gradient, logits.grad, atol=tolerance, rtol=tolerance)
+
+
+def test_token_outputs_stand_vocabulary_that_is_masked_out() -> None:
+    logits = torch.randn(1, 3, 5)
+    logits[..., 4] = -torch.inf
+    logits.requires_grad_()
+    made = token_outputs(logits, torch.tensor([[0, 1, 2]]), entropy=True)
+    (made["log_probs"] + made["entropy"]).sum().backward()
+    assert made["entropy"].isfinite().all()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+
+
+def test_only_what_is_asked_for_is_given(on, qwen3) -> None:
+    engine: FsdpEngine = build(qwen3)
+    assert infer(engine, BATCHES[0], frozenset({"entropy"})).keys() == {"entropy"}
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        from fsdp_steps import scale_of
+
+        (result,) = engine.forward_backward(BATCHES[:1], PolicyLoss(), scale_of(BATCHES[0]), outputs=BOTH)
+    assert result.outputs is None
