@@ -1,0 +1,173 @@
+"""A run's config: what YAML and overrides are structured into, and every check that needs no process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from math import gcd, lcm
+from typing import Any
+
+import attrs
+
+from core.config import structure
+from core.errors import ConfigError
+from core.manifest import Kind, ModelFacts
+from core.protocols import LossSpec, SamplingParams
+from core.registry import EngineRegistry
+from manymesh.recipes.grpo.data import DataConfig
+from manymesh.recipes.grpo.loss import PolicyLoss
+from manymesh.recipes.grpo.reward import RewardConfig
+from manymesh.workers.actor_rollout_ref import ActorRolloutRefConfig, Role, RolloutWorkerConfig
+from manymesh.workers.training import TrainingWorkerConfig
+
+
+@attrs.frozen
+class ModelConfig:
+    path: str  # directory of a Hugging Face checkpoint with its tokenizer
+
+
+@attrs.frozen
+class PoolConfig:
+    """The workers' processes."""
+
+    processes: tuple[int, ...] = (1,)  # by node
+    use_gpu: bool | None = None  # a GPU for each process; null: where the cluster has GPUs
+    cpus_per_process: float = 1  # that Ray sets aside, and torch's threads
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.processes)
+
+
+@attrs.frozen
+class AlgorithmConfig:
+    """What makes a step. It trains on prompts_per_step * sampling.num_samples rows."""
+
+    prompts_per_step: int = 32
+    num_mini_batches: int = 1  # optimizer steps of one pass over the rows
+    epochs: int = 1  # passes over the rows
+    divide_by_std: bool = True  # of a group's advantages
+    eps: float = 1e-4  # added to the standard deviation
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("prompts_per_step", "num_mini_batches", "epochs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"illegal {name}", have=getattr(self, name), want="at least 1")
+
+
+@attrs.frozen
+class RunConfig:
+    """How long a run goes on, and what it leaves behind."""
+
+    dir: str
+    steps: int = 100
+    seed: int = 0  # of sampling
+    save_every: int = 50  # steps between checkpoints; there is one at the end too. 0: none at all
+    keep_last: int = 2  # checkpoints
+    stop_at_reward: float | None = None  # stop once the mean reward of the last stop_window steps is this high
+    stop_window: int = 3
+    num_samples: int = 4  # completions of a step that are written to samples.jsonl
+
+    def __attrs_post_init__(self) -> None:
+        for name, low in (("steps", 1), ("save_every", 0), ("keep_last", 1), ("stop_window", 1)):
+            if getattr(self, name) < low:
+                raise ConfigError(f"illegal {name}", have=getattr(self, name), want=f"at least {low}")
+
+
+@attrs.frozen
+class GrpoConfig:
+    """The whole run. `model.path` is the actor's, the reference's and the rollout's where their engines
+    name none."""
+
+    model: ModelConfig
+    data: DataConfig
+    run: RunConfig
+    reward: RewardConfig = attrs.field(factory=RewardConfig)
+    pool: PoolConfig = attrs.field(factory=PoolConfig)
+    actor: TrainingWorkerConfig = attrs.field(factory=TrainingWorkerConfig)
+    ref: TrainingWorkerConfig | None = None  # null: as the actor. Built only with loss.kl_coef
+    rollout: RolloutWorkerConfig = attrs.field(factory=RolloutWorkerConfig)
+    sampling: SamplingParams = attrs.field(factory=lambda: SamplingParams(num_samples=8))
+    algorithm: AlgorithmConfig = attrs.field(factory=AlgorithmConfig)
+    loss: PolicyLoss = attrs.field(factory=PolicyLoss)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> GrpoConfig:
+        """Structure plain data.
+
+        Raises:
+            ConfigError: with the path of what is wrong.
+        """
+        return structure(cls, data)
+
+    def __attrs_post_init__(self) -> None:
+        if self.sampling.temperature == 0:
+            raise ConfigError(
+                "sampling.temperature 0 is greedy: all samples of a prompt would be the same",
+                have=0,
+                want="above 0",
+                where="sampling.temperature",
+            )
+        if self.sampling.num_samples < 2:
+            raise ConfigError(
+                "GRPO compares the samples of a prompt with each other",
+                have=self.sampling.num_samples,
+                want="at least 2",
+                where="sampling.num_samples",
+            )
+        if self.actor.loss is not None:
+            raise ConfigError("the policy's loss is set under `loss`", have=self.actor.loss, where="actor.loss")
+
+    @property
+    def uses_ref(self) -> bool:
+        """Whether a step needs the reference policy."""
+        return self.loss.kl_coef > 0
+
+    def worker(self) -> ActorRolloutRefConfig:
+        """What the workers are made from."""
+        options = attrs.asdict(self.loss)
+        actor = attrs.evolve(self._placed(self.actor), loss=LossSpec("manymesh.recipes.grpo.loss:policy_loss", options))
+        ref = self._placed(self.ref or self.actor) if self.uses_ref else None
+        role = Role.ACTOR_ROLLOUT_REF if ref else Role.ACTOR_ROLLOUT
+        return ActorRolloutRefConfig(role=role, actor=actor, ref=ref, rollout=self._placed(self.rollout))
+
+    def check(self) -> None:
+        """Everything about models, backends and sizes that can be refused before a process is started.
+
+        Raises:
+            Refused: no model directory; a backend that is not there or refuses its options, the number of
+                processes or the model; or a number of prompts that doesn't divide.
+        """
+        worker = self.worker()
+        actor, rollout = self._dp_size("actor", worker.actor), self._dp_size("rollout", worker.rollout)
+        parts = {"rollout": rollout, "actor": actor * self.algorithm.num_mini_batches}
+        if worker.ref is not None:
+            parts["ref"] = self._dp_size("ref", worker.ref)
+        samples, prompts = self.sampling.num_samples, self.algorithm.prompts_per_step
+        # The rollout is dealt prompts, the others rows.
+        unit = lcm(*(n if part == "rollout" else n // gcd(n, samples) for part, n in parts.items()))
+        if prompts % unit:
+            near = [each for each in (prompts // unit * unit, (prompts // unit + 1) * unit) if each]
+            raise ConfigError(
+                f"{prompts} prompts a step with {samples} samples each don't divide over the workers",
+                have=f"algorithm.prompts_per_step {prompts}, num_mini_batches {self.algorithm.num_mini_batches}",
+                want=f"prompts_per_step {' or '.join(map(str, near))} (a multiple of {unit})",
+                where=f"dp {rollout} of the rollout, dp {actor} of the actor, {self.pool.world_size} processes",
+            )
+
+    def _dp_size(self, part: str, config: TrainingWorkerConfig | RolloutWorkerConfig | None) -> int:
+        """Number of shards that a part cuts its rows into; 1 where its backend plans nothing."""
+        if config is None:
+            return 1
+        model = ModelFacts.read(config.engine["model"])
+        kind: Kind = "rollout" if part == "rollout" else "engine"
+        plan = EngineRegistry.default().plan(config.backend, config.engine, self.pool.world_size, model, kind=kind)
+        return plan.route.dp_size if plan else 1
+
+    def _placed(self, config: Any) -> Any:
+        """With the model's directory, and the CPU where the pool is denied GPUs."""
+        path = str(config.engine.get("model", self.model.path))
+        device = config.device or ("cpu" if self.pool.use_gpu is False else None)
+        # Workers may run in another working directory.
+        model = os.path.abspath(os.path.expanduser(path))
+        return attrs.evolve(config, engine={**config.engine, "model": model}, device=device)

@@ -1,0 +1,76 @@
+"""The workers of a run on Ray: a cluster that exists (RAY_ADDRESS), or one on this machine."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from core.errors import Refused
+from core.group import WorkerGroup
+from manymesh.recipes.grpo.config import GrpoConfig, PoolConfig
+
+
+@contextmanager
+def ray_cluster(pool: PoolConfig) -> Iterator[None]:
+    """A connection to Ray. What was started or connected here ends with the block.
+
+    Raises:
+        Refused: RAY_ADDRESS is set and nobody answers there.
+    """
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    address = os.environ.get("RAY_ADDRESS")
+    # Workers' output stays in Ray's log files: the end of it is in the error of a worker that fails.
+    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    try:
+        if address:
+            ray.init(address=address, **quiet)
+        else:
+            cpus = math.ceil(pool.world_size * pool.cpus_per_process)
+            ray.init(num_cpus=max(cpus, 1), include_dashboard=False, **quiet)
+    except ConnectionError as error:
+        raise Refused(
+            f"cannot connect to the Ray cluster at {address!r}",
+            have=error,
+            where="RAY_ADDRESS",
+            mend="start it (ray start --head), or unset RAY_ADDRESS to use this machine alone",
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def worker_group(config: GrpoConfig) -> Iterator[WorkerGroup]:
+    """The run's ActorRolloutRefWorkers; they are ended with the block, at once where it is left by an error.
+
+    Raises:
+        Refused: no cluster, or one that is too small.
+        WorkerFailed: a worker could not be made.
+    """
+    from core.group import RayClassWithInitArgs
+    from core.transport.ray import RayResourcePool, RayWorkerGroup
+    from manymesh.workers import ActorRolloutRefWorker
+
+    pool = config.pool
+    threads = {"OMP_NUM_THREADS": str(max(1, int(pool.cpus_per_process)))}
+    with (
+        ray_cluster(pool),
+        RayResourcePool(
+            pool.processes, use_gpu=pool.use_gpu, cpus_per_process=pool.cpus_per_process, name="grpo"
+        ) as room,
+    ):
+        worker = RayClassWithInitArgs(ActorRolloutRefWorker, config.worker())
+        group = RayWorkerGroup(room, worker, name="actor_rollout_ref", env=threads)
+        try:
+            yield group
+        except BaseException:
+            group.shutdown(timeout_s=0.5)  # they may be in the midst of a long call
+            raise
+        group.shutdown()
