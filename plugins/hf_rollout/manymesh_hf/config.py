@@ -10,7 +10,7 @@ from core.errors import ConfigError
 
 @attrs.frozen
 class HfRolloutConfig(RolloutConfig):
-    """Rollout with transformers' generate.
+    """Rollout with transformers' generate. It has no randomness of its own, so `seed` isn't read: see SamplingParams.
 
     Attributes:
         attn_implementation: as transformers names it ("eager", "sdpa", "flash_attention_2"); None for its choice.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from tensordict import TensorDict
@@ -14,6 +16,10 @@ from core.errors import ManymeshError, Refused
 from core.protocols import LogProbKind, Rollout, SamplingParams
 from manymesh_hf.config import HfRolloutConfig
 from manymesh_hf.rollout import HfRollout
+
+MakePrompts = Callable[..., TensorDict]
+Responses = Callable[[TensorDict], list[list[int]]]
+Checkpoints = Callable[..., str]
 
 RAGGED = ([1, 5, 6, 9, 30], [7], [40, 41, 42])
 EOS = 2
@@ -28,7 +34,9 @@ def test_it_is_a_rollout_of_the_contract(rollout: HfRollout) -> None:
     assert rollout.weight_version == 0
 
 
-def test_greedy_rows_are_those_of_transformers_each_alone(rollout, reference, prompts, responses) -> None:
+def test_greedy_rows_are_those_of_transformers_each_alone(
+    rollout: HfRollout, reference: Any, prompts: MakePrompts, responses: Responses
+) -> None:
     out = rollout.generate(prompts(*RAGGED), greedy(12))
     for row, response in zip(RAGGED, responses(out), strict=True):
         want = reference.generate(
@@ -38,7 +46,9 @@ def test_greedy_rows_are_those_of_transformers_each_alone(rollout, reference, pr
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_prompts_give_what_jagged_ones_give(rollout, prompts, responses, side: str) -> None:
+def test_padded_prompts_give_what_jagged_ones_give(
+    rollout: HfRollout, prompts: MakePrompts, responses: Responses, side: str
+) -> None:
     width = max(map(len, RAGGED))
     ids, mask = torch.full((3, width), 63), torch.zeros(3, width, dtype=torch.bool)
     for i, row in enumerate(RAGGED):
@@ -49,7 +59,7 @@ def test_padded_prompts_give_what_jagged_ones_give(rollout, prompts, responses, 
     assert responses(rollout.generate(padded, sampling)) == responses(rollout.generate(prompts(*RAGGED), sampling))
 
 
-def test_rows_are_prompt_major_and_token_columns_are_aligned(rollout, prompts) -> None:
+def test_rows_are_prompt_major_and_token_columns_are_aligned(rollout: HfRollout, prompts: MakePrompts) -> None:
     out = rollout.generate(
         prompts(*RAGGED, prompt_id=[70, 50, 60]), SamplingParams(num_samples=3, max_new_tokens=4, seed=0)
     )
@@ -70,20 +80,20 @@ def test_rows_are_prompt_major_and_token_columns_are_aligned(rollout, prompts) -
     assert (out["rollout_log_probs"] * out["response_mask"]).is_nested
 
 
-def test_metadata_say_temperature_and_kind_of_log_probs(rollout, prompts) -> None:
+def test_metadata_say_temperature_and_kind_of_log_probs(rollout: HfRollout, prompts: MakePrompts) -> None:
     out = rollout.generate(prompts([5]), SamplingParams(temperature=0.7, max_new_tokens=1, log_probs=LogProbKind.RAW))
     assert metadata(out, "temperature") == 0.7
     assert metadata(out, "log_prob_kind") == "raw"
     assert metadata(rollout.generate(prompts([5]), greedy(1)), "temperature") == 1.0
 
 
-def test_filler_prompts_give_filler_rows(rollout, prompts) -> None:
+def test_filler_prompts_give_filler_rows(rollout: HfRollout, prompts: MakePrompts) -> None:
     batch = prompts([5], [6]).set("row_weight", torch.tensor([1.0, 0.0]))
     out = rollout.generate(batch, SamplingParams(num_samples=2, max_new_tokens=1))
     assert out["row_weight"].tolist() == [1, 1, 0, 0]
 
 
-def test_no_prompts_give_an_empty_batch_with_all_columns(rollout, prompts) -> None:
+def test_no_prompts_give_an_empty_batch_with_all_columns(rollout: HfRollout, prompts: MakePrompts) -> None:
     empty = TensorDict({"prompt_ids": torch.zeros(0, 4, dtype=torch.int64)}, batch_size=[0])
     out = rollout.generate(empty, SamplingParams(max_new_tokens=1))
     full = rollout.generate(prompts([5]), SamplingParams(max_new_tokens=1))
@@ -91,7 +101,9 @@ def test_no_prompts_give_an_empty_batch_with_all_columns(rollout, prompts) -> No
     assert set(out.keys()) == set(full.keys())
 
 
-def test_the_eos_ends_a_row_and_belongs_to_the_response(rollout, prompts, responses) -> None:
+def test_the_eos_ends_a_row_and_belongs_to_the_response(
+    rollout: HfRollout, prompts: MakePrompts, responses: Responses
+) -> None:
     out = rollout.generate(prompts([5, 6]), SamplingParams(num_samples=128, max_new_tokens=24, seed=0))
     reasons = objects(out.get("finish_reason"))
     assert {"stop", "length"} == set(reasons)
@@ -101,17 +113,19 @@ def test_the_eos_ends_a_row_and_belongs_to_the_response(rollout, prompts, respon
         assert len(response) == 24 or reason == "stop"
 
 
-def test_ignore_eos_samples_the_same_and_goes_on(rollout, prompts, responses) -> None:
-    batch, options = prompts([5, 6]), {"num_samples": 64, "max_new_tokens": 24, "seed": 0}
-    stopped = rollout.generate(batch, SamplingParams(**options))
-    out = rollout.generate(batch, SamplingParams(ignore_eos=True, **options))
+def test_ignore_eos_samples_the_same_and_goes_on(
+    rollout: HfRollout, prompts: MakePrompts, responses: Responses
+) -> None:
+    sampling = SamplingParams(num_samples=64, max_new_tokens=24, seed=0)
+    stopped = rollout.generate(prompts([5, 6]), sampling)
+    out = rollout.generate(prompts([5, 6]), attrs.evolve(sampling, ignore_eos=True))
     assert objects(out.get("finish_reason")) == ["length"] * 64
     pairs = list(zip(responses(out), responses(stopped), strict=True))
     assert any(EOS in response for response, _ in pairs)
     assert all(len(long) == 24 and long[: len(short)] == short for long, short in pairs)
 
 
-def test_a_stop_token_ends_a_row(rollout, prompts, responses) -> None:
+def test_a_stop_token_ends_a_row(rollout: HfRollout, prompts: MakePrompts, responses: Responses) -> None:
     [free] = responses(rollout.generate(prompts([5, 6]), greedy()))
     stop = free[3]
     out = rollout.generate(prompts([5, 6]), greedy(stop_token_ids=(stop,), ignore_eos=True))
@@ -119,7 +133,7 @@ def test_a_stop_token_ends_a_row(rollout, prompts, responses) -> None:
     assert objects(out.get("finish_reason")) == ["stop"]
 
 
-def test_min_new_tokens_holds_every_stop_back(rollout, prompts, responses) -> None:
+def test_min_new_tokens_holds_every_stop_back(rollout: HfRollout, prompts: MakePrompts, responses: Responses) -> None:
     batch = prompts([5, 6])
     [free] = responses(rollout.generate(batch, greedy()))
     out = rollout.generate(batch, greedy(stop_token_ids=(free[0],), min_new_tokens=3))
@@ -134,21 +148,28 @@ def characters(ids: list[int]) -> str:
     )
 
 
-def test_a_stop_string_over_several_tokens_ends_each_row_where_it_is_complete(rollout, prompts, responses) -> None:
-    options = {"num_samples": 32, "max_new_tokens": 12, "seed": 1, "ignore_eos": True}
-    free = responses(rollout.generate(prompts([5, 6]), SamplingParams(**options)))
-    stops = (characters(free[0][4:6]), characters(free[1][2:5]))
-    out = rollout.generate(prompts([5, 6]), SamplingParams(stop=stops, **options))
+def test_each_row_ends_at_its_first_stop_token_or_whole_stop_string(
+    rollout: HfRollout, prompts: MakePrompts, responses: Responses
+) -> None:
+    sampling = SamplingParams(num_samples=32, max_new_tokens=12, seed=1, ignore_eos=True)
+    free = responses(rollout.generate(prompts([5, 6]), sampling))
+    token, stops = free[2][2], (characters(free[0][4:6]), characters(free[1][2:5]))
+    out = rollout.generate(
+        prompts([5, 6]), attrs.evolve(sampling, stop=stops, stop_token_ids=(token,), max_new_tokens=10)
+    )
     for whole, cut, reason in zip(free, responses(out), objects(out.get("finish_reason")), strict=True):
         text = characters(whole)
-        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
-        assert len(cut) == min([*ends, 12])
-        assert cut == whole[: len(cut)]
-        assert reason == ("stop" if ends else "length")
-    assert objects(out.get("finish_reason"))[:2] == ["stop", "stop"]
+        ends = [text.find(stop) + len(stop) for stop in (*stops, characters([token])) if stop in text]
+        end = min([*ends, 11])
+        assert cut == whole[: min(end, 10)]
+        assert reason == ("stop" if end <= 10 else "length")
+    assert objects(out.get("finish_reason"))[:3] == ["stop"] * 3
+    assert "length" in objects(out.get("finish_reason"))
 
 
-def test_a_prompts_last_characters_are_no_part_of_a_stop_string(rollout, prompts, responses) -> None:
+def test_a_prompts_last_characters_are_no_part_of_a_stop_string(
+    rollout: HfRollout, prompts: MakePrompts, responses: Responses
+) -> None:
     [free] = responses(rollout.generate(prompts([5, 6]), greedy()))
     across = characters([6, free[0]])
     out = rollout.generate(prompts([5, 6]), greedy(stop=(across,)))
@@ -156,7 +177,7 @@ def test_a_prompts_last_characters_are_no_part_of_a_stop_string(rollout, prompts
     assert responses(out) == [free]
 
 
-def test_prompts_are_refused_with_the_row_and_the_lengths(rollout, prompts) -> None:
+def test_prompts_are_refused_with_the_row_and_the_lengths(rollout: HfRollout, prompts: MakePrompts) -> None:
     with pytest.raises(Refused, match=r"prompt 1 leaves no room[\s\S]*250 tokens and max_new_tokens 7"):
         rollout.generate(prompts([5], [6] * 250), greedy(7))
     rollout.generate(prompts([6] * 255), greedy(1))
@@ -172,7 +193,9 @@ def test_prompts_are_refused_with_the_row_and_the_lengths(rollout, prompts) -> N
         rollout.generate(masked, greedy())
 
 
-def test_stops_that_the_model_cannot_give_are_refused(rollout, prompts, checkpoints) -> None:
+def test_stops_that_the_model_cannot_give_are_refused(
+    rollout: HfRollout, prompts: MakePrompts, checkpoints: Checkpoints
+) -> None:
     with pytest.raises(Refused, match="not in the vocabulary"):
         rollout.generate(prompts([5]), greedy(stop_token_ids=(64,)))
     with pytest.raises(Refused, match="empty"):
@@ -185,7 +208,7 @@ def test_stops_that_the_model_cannot_give_are_refused(rollout, prompts, checkpoi
         without.generate(prompts([5]), greedy(stop=("a",)))
 
 
-def test_logits_that_are_not_finite_are_an_error(model_dir: str, prompts) -> None:
+def test_logits_that_are_not_finite_are_an_error(model_dir: str, prompts: MakePrompts) -> None:
     broken = HfRollout(HfRolloutConfig(model_dir), device="cpu")
     broken.initialize()
     with torch.no_grad():
@@ -194,7 +217,7 @@ def test_logits_that_are_not_finite_are_an_error(model_dir: str, prompts) -> Non
         broken.generate(prompts([5]), SamplingParams(max_new_tokens=2))
 
 
-def test_directories_that_hold_no_whole_model_are_refused(tmp_path, checkpoints: Callable[..., str]) -> None:
+def test_directories_that_hold_no_whole_model_are_refused(tmp_path: Path, checkpoints: Checkpoints) -> None:
     import shutil
 
     from safetensors.torch import load_file, save_file

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from core.protocols import LogProbKind, SamplingParams
 from manymesh_hf.config import HfRolloutConfig
 from manymesh_hf.rollout import HfRollout
 from manymesh_hf.sampling import draw, row_uniforms
 
+MakePrompts = Callable[..., TensorDict]
+Responses = Callable[[TensorDict], list[list[int]]]
+
 RAGGED = ([1, 5, 6, 9, 30], [7], [40, 41, 42])
 
 
 @torch.no_grad()
 def next_logits(reference: Any, ids: list[int]) -> torch.Tensor:
-    return reference(torch.tensor([ids])).logits[0, -1].float()
+    logits: torch.Tensor = reference(torch.tensor([ids])).logits
+    return logits[0, -1].float()
 
 
 def processed(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
@@ -55,7 +61,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @torch.no_grad()
 def test_log_probs_agree_with_a_forward_pass_of_transformers(
-    rollout, reference, prompts, options: dict[str, Any]
+    rollout: HfRollout, reference: Any, prompts: MakePrompts, options: dict[str, Any]
 ) -> None:
     out = rollout.generate(prompts(*RAGGED), SamplingParams(num_samples=8, max_new_tokens=8, seed=5, **options))
     t, kind = options.get("temperature", 1.0) or 1.0, options["log_probs"]
@@ -72,7 +78,7 @@ def test_log_probs_agree_with_a_forward_pass_of_transformers(
         assert (log_probs[1:] - want)[mask[1:]].abs().max() < 1e-5
 
 
-def test_greedy_processed_log_probs_are_zero(rollout, prompts) -> None:
+def test_greedy_processed_log_probs_are_zero(rollout: HfRollout, prompts: MakePrompts) -> None:
     sampling = SamplingParams(temperature=0.0, max_new_tokens=4, log_probs=LogProbKind.PROCESSED)
     out = rollout.generate(prompts([5]), sampling)
     assert not out["rollout_log_probs"].values().any()
@@ -84,7 +90,11 @@ def test_greedy_processed_log_probs_are_zero(rollout, prompts) -> None:
     ids=["plain", "temperature", "top-k", "top-p", "min-p"],
 )
 def test_samples_follow_the_distribution_and_never_leave_its_support(
-    rollout, reference, prompts, responses, truncation: tuple[float, int, float, float]
+    rollout: HfRollout,
+    reference: Any,
+    prompts: MakePrompts,
+    responses: Responses,
+    truncation: tuple[float, int, float, float],
 ) -> None:
     prompt, num = [5, 6], 4000
     temperature, top_k, top_p, min_p = truncation
@@ -113,15 +123,19 @@ def test_samples_follow_the_distribution_and_never_leave_its_support(
     assert ((have - want) ** 2 / want).sum() < freedom + 4 * (2 * freedom) ** 0.5
 
 
-def test_repetition_penalty_counts_a_rows_own_tokens_only(rollout, reference, prompts, responses) -> None:
+def test_repetition_penalty_counts_a_rows_own_tokens_only(
+    rollout: HfRollout, reference: Any, prompts: MakePrompts
+) -> None:
     penalty, rows = 1.8, ([30, 31, 32, 33, 34, 35], [7, 8])
-    sampling = SamplingParams(temperature=0.0, max_new_tokens=8, repetition_penalty=penalty, ignore_eos=True)
-    for row, response in zip(rows, responses(rollout.generate(prompts(*rows), sampling)), strict=True):
-        for i, token in enumerate(response):
-            logits = next_logits(reference, row + response[:i])
-            seen = torch.tensor(sorted({*row, *response[:i]}))
+    out = rollout.generate(
+        prompts(*rows),
+        SamplingParams(max_new_tokens=8, repetition_penalty=penalty, seed=0, log_probs=LogProbKind.PROCESSED),
+    )
+    for row, ids, log_probs in zip(rows, out["input_ids"].unbind(), out["rollout_log_probs"].unbind(), strict=True):
+        for i in range(len(row), len(ids)):
+            logits, seen = next_logits(reference, ids[:i].tolist()), ids[:i].unique()
             logits[seen] = torch.where(logits[seen] < 0, logits[seen] * penalty, logits[seen] / penalty)
-            assert token == int(logits.argmax())
+            assert abs(float(log_probs[i] - logits.log_softmax(-1)[ids[i]])) < 1e-5
 
 
 SEEDED = SamplingParams(num_samples=3, max_new_tokens=10, seed=42)
@@ -129,11 +143,13 @@ PROMPTS = [[1, 5, 6], [7], [40, 41, 42, 43], [9, 9], [1, 5, 6], [12, 13, 14, 15,
 
 
 @pytest.fixture(scope="module")
-def whole(rollout, prompts, responses) -> list[list[int]]:
+def whole(rollout: HfRollout, prompts: MakePrompts, responses: Responses) -> list[list[int]]:
     return responses(rollout.generate(prompts(*PROMPTS, prompt_id=range(6)), SEEDED))
 
 
-def test_a_rows_samples_dont_depend_on_its_batch(rollout, prompts, responses, whole) -> None:
+def test_a_rows_samples_dont_depend_on_its_batch(
+    rollout: HfRollout, prompts: MakePrompts, responses: Responses, whole: list[list[int]]
+) -> None:
     parts: list[list[int]] = []
     for start, stop in ((0, 1), (1, 5), (5, 6)):
         batch = prompts(*PROMPTS[start:stop], prompt_id=range(start, stop))
@@ -141,7 +157,9 @@ def test_a_rows_samples_dont_depend_on_its_batch(rollout, prompts, responses, wh
     assert parts == whole
 
 
-def test_a_rows_samples_dont_depend_on_its_place(rollout, prompts, responses, whole) -> None:
+def test_a_rows_samples_dont_depend_on_its_place(
+    rollout: HfRollout, prompts: MakePrompts, responses: Responses, whole: list[list[int]]
+) -> None:
     order = [3, 0, 5, 2, 4, 1]
     batch = prompts(*(PROMPTS[i] for i in order), prompt_id=order)
     out = responses(rollout.generate(batch, SEEDED))
@@ -150,18 +168,22 @@ def test_a_rows_samples_dont_depend_on_its_place(rollout, prompts, responses, wh
 
 @pytest.mark.parametrize("max_batch_rows", [1, 4, 100])
 def test_a_rows_samples_dont_depend_on_how_many_run_at_once(
-    model_dir, prompts, responses, whole, max_batch_rows: int
+    model_dir: str, prompts: MakePrompts, responses: Responses, whole: list[list[int]], max_batch_rows: int
 ) -> None:
     chunked = HfRollout(HfRolloutConfig(model_dir, max_batch_rows=max_batch_rows), device="cpu")
     chunked.initialize()
     assert responses(chunked.generate(prompts(*PROMPTS, prompt_id=range(6)), SEEDED)) == whole
 
 
-def test_rows_without_prompt_id_count_from_zero(rollout, prompts, responses, whole) -> None:
+def test_rows_without_prompt_id_count_from_zero(
+    rollout: HfRollout, prompts: MakePrompts, responses: Responses, whole: list[list[int]]
+) -> None:
     assert responses(rollout.generate(prompts(*PROMPTS), SEEDED)) == whole
 
 
-def test_samples_differ_by_prompt_id_by_sample_and_by_seed(rollout, prompts, responses, whole) -> None:
+def test_samples_differ_by_prompt_id_by_sample_and_by_seed(
+    rollout: HfRollout, prompts: MakePrompts, responses: Responses, whole: list[list[int]]
+) -> None:
     def sample(seed: int | None) -> list[list[int]]:
         sampling = SamplingParams(num_samples=3, max_new_tokens=10, seed=seed)
         return responses(rollout.generate(prompts(*PROMPTS, prompt_id=range(6)), sampling))
