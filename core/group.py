@@ -17,7 +17,7 @@ from core.mesh import Route
 from core.wire import decode
 
 
-@attrs.frozen
+@attrs.frozen(init=False)
 class RayClassWithInitArgs:
     """A worker class and what to construct it with on every rank."""
 
@@ -26,7 +26,7 @@ class RayClassWithInitArgs:
     kwargs: Mapping[str, Any] = attrs.field(factory=dict)
 
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
-        self.__attrs_init__(cls, args, kwargs)  # type: ignore[attr-defined]
+        self.__attrs_init__(cls, args, kwargs)
 
 
 class Ticket(Protocol):

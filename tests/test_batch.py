@@ -36,13 +36,13 @@ def make_batch(lengths: list[int], seed: int = 0) -> TensorDict:
     """Every form of column over rows of the given lengths."""
     random = torch.Generator().manual_seed(seed)
     rows, tokens = len(lengths), sum(lengths)
-    ids = jagged_from(torch.randint(0, 99, (tokens,), generator=random), torch.tensor(lengths, dtype=torch.int64))
+    ids: Any = jagged_from(torch.randint(0, 99, (tokens,), generator=random), torch.tensor(lengths, dtype=torch.int64))
     batch = TensorDict(
         {
             "input_ids": ids,
             "log_probs": torch.nested.nested_tensor_from_jagged(torch.rand(tokens, generator=random), ids.offsets()),
             "half": torch.rand(rows, 31, generator=random).bfloat16(),
-            "strided": torch.rand(4, rows, generator=random).t(),
+            "strided": torch.rand(41, rows, generator=random).t(),
             "tags": object_column([{"row": i} if i % 2 else [i, i] for i in range(rows)]),
             "inner": TensorDict({"flag": torch.arange(rows) % 2 == 0}, batch_size=[rows]),
         },
@@ -172,7 +172,7 @@ def test_metadata_is_read_by_name_with_a_default() -> None:
     batch = make_batch([1])
     assert metadata(batch, "temperature") == 0.7
     assert metadata(batch, "absent", 3) == 3
-    assert nbytes(batch) == 8 + 4 + 62 + 16 + 1
+    assert nbytes(batch) == 8 + 4 + 62 + 164 + 1
 
 
 def test_a_batch_whose_lengths_cannot_be_told_is_refused() -> None:

@@ -70,11 +70,10 @@ def reference(loss, outputs, batch):
         by_row.append(total)
         counts.append(count)
         weights.append(float(batch["row_weight"][r]))
+    weighted = [w * x for w, x in zip(weights, by_row, strict=True)]
     if loss.normalise == "token-mean":
-        return sum(w * x for w, x in zip(weights, by_row, strict=True)) / sum(
-            w * c for w, c in zip(weights, counts, strict=False)
-        )
-    return sum(w * x / max(c, 1) for w, x, c in zip(weights, by_row, counts, strict=True)) / sum(weights)
+        return sum(weighted) / sum(w * c for w, c in zip(weights, counts, strict=True))
+    return sum(x / max(c, 1) for x, c in zip(weighted, counts, strict=True)) / sum(weights)
 
 
 LOSSES = [

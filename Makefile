@@ -1,0 +1,51 @@
+# make demo: GRPO learns on this machine.  make test: the base suite.  Everything else: make help.
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.built
+PROJECTS := . plugins/fsdp plugins/hf_rollout
+SEED ?= 0
+
+.PHONY: help env demo test test-slow lint format types bench wheels clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+$(STAMP): pyproject.toml plugins/fsdp/pyproject.toml plugins/hf_rollout/pyproject.toml requirements/dev.txt scripts/environment.sh
+	@echo "Building the environment in $(VENV) (once; some minutes with pip) ..."
+	@bash scripts/environment.sh $(VENV)
+	@touch $@
+
+env: $(STAMP) ## build the environment in .venv; the others do it when it is missing or a pyproject changed
+
+demo: $(STAMP) ## watch GRPO learn to copy four digits: two Ray workers, FSDP2, transformers (SEED=0)
+	@$(PY) -m manymesh.recipes.demo --seed $(SEED)
+
+test: $(STAMP) ## the base suite
+	$(PY) -m pytest
+
+test-slow: $(STAMP) ## what takes minutes: wheels in a fresh environment, all seeds of the demo, long runs
+	$(PY) -m pytest -m slow
+
+lint: $(STAMP) ## ruff
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: $(STAMP) ## let ruff mend what it can
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+types: $(STAMP) ## mypy, strict
+	$(PY) -m mypy core manymesh sdk plugins/fsdp/manymesh_fsdp plugins/hf_rollout/manymesh_hf benchmarks tests examples
+
+bench: $(STAMP) ## the benchmarks, each against a floor in the same run
+	$(PY) -m benchmarks.listing
+	$(PY) -m benchmarks.grpo_step
+
+wheels: $(STAMP) ## all distributions, into dist/
+	@for project in $(PROJECTS); do $(PY) -m build --quiet --wheel --outdir dist $$project || exit 1; done
+	@ls dist
+
+clean: ## remove the environment and everything made
+	rm -rf $(VENV) dist build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
