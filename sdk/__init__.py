@@ -1,0 +1,1 @@
+"""For authors of plugins: `sdk.testing` has a world of real ranks and tiny models."""
