@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -108,7 +109,7 @@ class GrpoTrainer:
                 self.checkpoints.save(step, lambda path: group.save_checkpoint(path, step))
         finally:
             _attempt(progress, tracker.draw)
-            tracker.close()
+            _attempt(progress, tracker.close)
         return Outcome(step, tuple(tracker.rewards()), time.perf_counter() - start, self.directory)
 
     def step(self, group: WorkerGroup, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -175,8 +176,7 @@ class GrpoTrainer:
     def _greet(self, progress: Progress, step: int) -> None:
         """Say what is resumed and what is different now; keep the config beside the results."""
         file = self.directory / "config.yaml"
-        # Through YAML and back, so that tuples and enums look as they do in the file.
-        now = yaml.safe_load(yaml.safe_dump(_plain(self.config)))
+        now = json.loads(json.dumps(attrs.asdict(self.config)))  # tuples and enums as they look in a file
         if self.resume:
             before = load_yaml(file) if file.exists() else now
             progress.note(f"resumes at step {step}" if step else "no complete checkpoint: starts at step 0")
@@ -269,12 +269,6 @@ def _seeded(sampling: SamplingParams, seed: int, step: int) -> SamplingParams:
     """A seed of the step's own, for rollouts that know no prompt_id."""
     entropy = (sampling.seed or 0, seed, step)
     return attrs.evolve(sampling, seed=int(np.random.SeedSequence(entropy).generate_state(1)[0]))
-
-
-def _plain(config: GrpoConfig) -> Any:
-    import cattrs
-
-    return cattrs.unstructure(config)
 
 
 def _attempt(progress: Progress, write: Callable[[], object]) -> None:

@@ -1,0 +1,156 @@
+"""Configs: what is wrong is named before any process starts."""
+
+import json
+
+import pytest
+
+from core.errors import ConfigError, Refused
+from manymesh.recipes.grpo.__main__ import main
+from manymesh.recipes.grpo.config import GrpoConfig
+from manymesh.recipes.grpo.trainer import GrpoTrainer, changed
+from manymesh.workers import Role
+
+
+@pytest.fixture
+def plain(toy, tmp_path):
+    """A whole config as plain data, for two processes."""
+    return {
+        "model": {"path": str(toy / "model")},
+        "data": {"path": str(toy / "copy.jsonl")},
+        "reward": {"function": "manymesh.recipes.grpo.reward:digit_share"},
+        "pool": {"processes": [2], "use_gpu": False},
+        "actor": {"engine": {"optimizer": {"lr": 3e-3}}},
+        "sampling": {"num_samples": 4, "max_new_tokens": 4},
+        "algorithm": {"prompts_per_step": 4},
+        "run": {"dir": str(tmp_path / "run"), "steps": 2},
+    }
+
+
+def with_value(plain, path, value):
+    out = json.loads(json.dumps(plain))
+    *parents, last = path.split(".")
+    node = out
+    for key in parents:
+        node = node.setdefault(key, {})
+    node[last] = value
+    return out
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("sampling.temprature", 1.0, "did you mean 'temperature'?"),
+        ("algoritm", {}, "did you mean 'algorithm'?"),
+        ("loss.kl_coeff", 0.1, "did you mean 'kl_coef'?"),
+        ("actor.micro_batch.max_token", 10, "did you mean 'max_tokens'?"),
+        ("run.steps", "ten", "run.steps"),
+        ("run.steps", 0, "at least 1"),
+        ("run.keep_last", 0, "at least 1"),
+        ("sampling.temperature", 0, "greedy"),
+        ("sampling.num_samples", 1, "at least 2"),
+        ("sampling.top_p", 2.0, "top_p"),
+        ("data.overlong", "cut", "data.overlong"),
+        ("algorithm.epochs", 0, "epochs"),
+        ("actor.loss", {"factory": "a:b"}, "set under `loss`"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_its_path_and_the_nearest_legal_one(plain, path, value, says):
+    with pytest.raises(ConfigError) as refused:
+        GrpoConfig.of(with_value(plain, path, value))
+    assert says in str(refused.value)
+
+
+def test_a_missing_section_is_named(plain):
+    del plain["model"]
+    with pytest.raises(ConfigError, match="model"):
+        GrpoConfig.of(plain)
+
+
+def test_the_model_s_directory_is_handed_to_every_part_that_names_none(plain, toy):
+    plain["rollout"] = {"engine": {"model": "/elsewhere"}}
+    plain["loss"] = {"kl_coef": 0.1, "clip_high": 0.28}
+    worker = GrpoConfig.of(plain).worker()
+    assert worker.role is Role.ACTOR_ROLLOUT_REF
+    assert worker.actor.engine == {"model": str(toy / "model"), "optimizer": {"lr": 3e-3}}
+    assert worker.ref.engine["model"] == str(toy / "model")
+    assert worker.rollout.engine["model"] == "/elsewhere"
+    assert worker.actor.loss.options["clip_high"] == 0.28
+    assert {part.device for part in (worker.actor, worker.ref, worker.rollout)} == {"cpu"}
+
+
+def test_without_kl_there_is_no_reference_policy(plain):
+    worker = GrpoConfig.of(plain).worker()
+    assert (worker.role, worker.ref) == (Role.ACTOR_ROLLOUT, None)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "mini_batches", "legal"),
+    [(3, 1, "2 or 4"), (5, 1, "4 or 6"), (1, 1, "2"), (6, 8, "4 or 8"), (4, 3, "6")],
+)
+def test_prompts_that_do_not_divide_are_refused_with_the_legal_neighbours(plain, prompts, mini_batches, legal):
+    plain["algorithm"] = {"prompts_per_step": prompts, "num_mini_batches": mini_batches}
+    with pytest.raises(ConfigError) as refused:
+        GrpoConfig.of(plain).check()
+    assert f"prompts_per_step {legal} (" in refused.value.want
+
+
+@pytest.mark.parametrize(("prompts", "mini_batches"), [(2, 1), (4, 8), (6, 3), (6, 12)])
+def test_prompts_that_divide_are_taken(plain, prompts, mini_batches):
+    plain["algorithm"] = {"prompts_per_step": prompts, "num_mini_batches": mini_batches}
+    GrpoConfig.of(plain).check()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("model.path", "/no/such/model", "there is no model directory"),
+        ("actor.backend", "fsdq", "fsdp"),
+        ("rollout.backend", "hg", "hf"),
+        ("actor.engine.optimiser", {}, "optimizer"),
+        ("reward.function", "nowhere:f", "nowhere"),
+        ("data.path", "/no/data.jsonl", "cannot read the data file"),
+        ("data.chat", True, "no chat template"),
+    ],
+)
+def test_what_a_run_would_stumble_over_is_refused_before_it_starts(plain, path, value, says):
+    with pytest.raises(Refused) as refused:
+        GrpoTrainer(GrpoConfig.of(with_value(plain, path, value)))
+    assert says in str(refused.value)
+
+
+def test_a_directory_that_holds_a_run_is_not_written_over(plain, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    with pytest.raises(Refused, match="already holds a run") as refused:
+        GrpoTrainer(GrpoConfig.of(plain))
+    assert "--resume" in refused.value.mend
+    GrpoTrainer(GrpoConfig.of(plain), resume=True)
+
+
+def test_the_command_prints_an_error_without_traceback_and_exits_1(plain, tmp_path, capsys):
+    file = tmp_path / "config.yaml"
+    file.write_text(json.dumps(plain))  # JSON is YAML
+    assert main(["--config", str(file), "model.path=/no/such/model"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: there is no model directory '/no/such/model'")
+    assert "Traceback" not in error
+
+    assert main(["--config", str(file), "model.path=/no/such/model", "--verbose"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+    assert main(["--config", str(tmp_path / "none.yaml")]) == 1
+    assert "none.yaml" in capsys.readouterr().err
+
+    with pytest.raises(SystemExit) as usage:
+        main([])
+    assert usage.value.code == 2
+
+
+def test_what_differs_between_two_configs_is_told_by_path():
+    before = {"a": {"b": 1, "c": [1]}, "d": None, "gone": 1}
+    assert changed(before, {"a": {"b": 2, "c": [1]}, "d": {"e": 1}}) == [
+        "a.b: 1 -> 2",
+        "d: None -> {'e': 1}",
+        "gone: 1 -> None",
+    ]
+    assert changed(before, before) == []
