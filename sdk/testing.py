@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
+import multiprocessing.connection
 import sys
 import traceback
 from collections.abc import Callable
@@ -50,7 +52,7 @@ class RankPool:
         from ray import cloudpickle
 
         module = sys.modules.get(function.__module__)
-        if module is not None and module.__name__ != "__main__":
+        if module is not None and not _importable(module.__name__):
             cloudpickle.register_pickle_by_value(module)
         job = cloudpickle.dumps((function, args, kwargs))
         for pipe in self._pipes:
@@ -87,6 +89,14 @@ class RankPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _importable(name: str) -> bool:
+    """Whether the ranks' processes find the module by name; test modules often cannot be imported."""
+    try:
+        return name != "__main__" and importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _listen() -> Any:
