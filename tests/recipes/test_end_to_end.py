@@ -1,0 +1,214 @@
+"""The loop with real workers: in this process where one rank will do, and once on Ray with two."""
+
+import json
+import resource
+import sys
+import types
+
+import pytest
+import yaml
+from rich.console import Console
+
+from core.errors import Refused
+from core.group import RayClassWithInitArgs
+from core.transport.local import LocalWorkerGroup
+from manymesh.recipes.grpo.__main__ import main
+from manymesh.recipes.grpo.config import GrpoConfig
+from manymesh.recipes.grpo.reward import RewardError, digit_share
+from manymesh.recipes.grpo.tracking import REWARD, TIME, read_metrics
+from manymesh.recipes.grpo.trainer import GrpoTrainer
+from manymesh.recipes.toy import write_model
+from manymesh.workers import ActorRolloutRefWorker
+
+STEPS = 5
+
+
+def config_of(toy, directory, **sections):
+    plain = {
+        "model": {"path": str(toy / "model")},
+        "data": {"path": str(toy / "copy.jsonl")},
+        "reward": {"function": "manymesh.recipes.grpo.reward:digit_share"},
+        "pool": {"processes": [1], "use_gpu": False},
+        "actor": {"engine": {"optimizer": {"lr": 3e-3}}},
+        "sampling": {"num_samples": 4, "max_new_tokens": 4},
+        "algorithm": {"prompts_per_step": 4},
+        "run": {"dir": str(directory), "steps": STEPS, "save_every": 2},
+    }
+    for name, section in sections.items():
+        plain[name] = {**plain.get(name, {}), **section}
+    return GrpoConfig.of(plain)
+
+
+def train(config, *, resume=False, out=None):
+    """Run in this process; gives the outcome."""
+    console = Console(file=out or sys.stdout, width=200)
+    trainer = GrpoTrainer(config, resume=resume)
+    with LocalWorkerGroup(RayClassWithInitArgs(ActorRolloutRefWorker, config.worker())) as group:
+        return trainer.run(group, console)
+
+
+def timeless(directory):
+    """The run's metrics without those that are times."""
+    lines = read_metrics(directory / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if not key.startswith(TIME)} for line in lines]
+
+
+@pytest.fixture
+def reward_module(monkeypatch):
+    """A module whose `reward` tests replace."""
+    module = types.ModuleType("reward_of_test")
+    module.reward = digit_share
+    monkeypatch.setitem(sys.modules, "reward_of_test", module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def unbroken(toy, tmp_path_factory):
+    """Directory of a run that nothing disturbed."""
+    directory = tmp_path_factory.mktemp("runs") / "unbroken"
+    train(config_of(toy, directory))
+    return directory
+
+
+def test_a_run_leaves_metrics_samples_curve_config_and_checkpoints(unbroken, toy):
+    lines = read_metrics(unbroken / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line in lines:
+        assert 0 <= line[REWARD] <= 1
+        assert 1 <= line["response/length_mean"] <= 4
+        assert line["actor/entropy"] > 0
+        assert line["actor/grad_norm"] > 0
+        assert line["actor/ratio_max"] == pytest.approx(1, abs=1e-4)
+        assert line["rollout/log_prob_gap_max"] < 1e-4
+        phases = [key.removeprefix("time/phase/") for key in line if key.startswith("time/phase/")]
+        assert phases == ["prompts", "generate", "reward", "old_log_prob", "advantage", "update", "sync"]
+        assert sum(line[f"time/phase/{name}"] for name in phases) <= line["time/step"]
+    samples = read_metrics(unbroken / "samples.jsonl")
+    assert len(samples) == 4 * STEPS
+    for sample in samples:
+        assert digit_share([sample["completion"]], [{"answer": sample["prompt"]}]) == [sample["reward"]]
+    assert (unbroken / "reward.png").stat().st_size > 1000
+    assert GrpoConfig.of(yaml.safe_load((unbroken / "config.yaml").read_text())) == config_of(toy, unbroken)
+    assert sorted(path.name for path in (unbroken / "checkpoints").iterdir()) == ["step-4", "step-5"]
+
+
+def test_a_run_that_was_interrupted_and_resumed_has_the_metrics_of_an_unbroken_one(
+    unbroken, toy, tmp_path, reward_module
+):
+    calls = []
+
+    def reward(completions, rows):
+        calls.append(len(rows))
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return digit_share(completions, rows)
+
+    reward_module.reward = reward
+    config = config_of(toy, tmp_path / "run", reward={"function": "reward_of_test:reward"})
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    assert [line["step"] for line in timeless(tmp_path / "run")] == [1, 2, 3]
+    assert (tmp_path / "run" / "reward.png").exists()
+
+    outcome = train(config, resume=True)
+    assert timeless(tmp_path / "run") == timeless(unbroken)
+    assert len(calls) == 4 + 3  # steps 3, 4, 5: the checkpoint is of step 2
+    assert (outcome.step, len(outcome.rewards)) == (STEPS, STEPS)
+
+
+def test_a_finished_run_is_resumed_to_more_steps_and_says_what_the_config_changed(unbroken, toy, tmp_path, capsys):
+    train(config_of(toy, tmp_path / "run", run={"steps": 2}))
+    train(config_of(toy, tmp_path / "run"), resume=True)
+    assert timeless(tmp_path / "run") == timeless(unbroken)
+    said = capsys.readouterr().out
+    assert "resumes at step 2" in said
+    assert "run.steps: 2 -> 5" in said
+
+
+def test_resume_without_a_checkpoint_starts_from_nothing(unbroken, toy, tmp_path):
+    train(config_of(toy, tmp_path / "run"), resume=True)
+    assert timeless(tmp_path / "run") == timeless(unbroken)
+
+
+@pytest.fixture
+def small_files():
+    """A call after which no file can grow beyond 20 kB, as on a full disk; lifted after the test."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_failing_save_is_said_loudly_keeps_the_last_good_checkpoint_and_training_goes_on(
+    unbroken, toy, tmp_path, reward_module, small_files, capsys
+):
+    calls = []
+
+    def reward(completions, rows):
+        calls.append(len(rows))
+        if len(calls) == 4:
+            small_files()
+        return digit_share(completions, rows)
+
+    reward_module.reward = reward
+    directory = tmp_path / "run"
+    config = config_of(toy, directory, reward={"function": "reward_of_test:reward"})
+    with pytest.raises(Refused):  # the save at the end fails too, and then the run has failed
+        train(config)
+    said = capsys.readouterr().out
+    assert "WARNING: no checkpoint at step 4, training goes on" in said
+    assert "step-2" in said
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step-2"]
+    assert timeless(directory) == timeless(unbroken)
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_cut_off(unbroken, toy, tmp_path):
+    other = write_model(tmp_path / "model", hidden_size=16, num_layers=1)
+    before = timeless(unbroken)
+    with pytest.raises(Refused):
+        train(config_of(toy, unbroken, model={"path": other}), resume=True)
+    assert timeless(unbroken) == before
+
+
+def test_a_failing_reward_ends_the_run_with_function_row_and_completion(toy, tmp_path, reward_module):
+    reward_module.reward = lambda completions, rows: [float("nan")] * len(rows)
+    config = config_of(toy, tmp_path / "run", reward={"function": "reward_of_test:reward"})
+    with pytest.raises(RewardError, match="reward_of_test:reward returned no finite number at row 0"):
+        train(config)
+
+
+def test_with_kl_the_reference_stays_where_the_policy_began(toy, tmp_path):
+    train(config_of(toy, tmp_path / "run", loss={"kl_coef": 0.01}, run={"steps": 3, "save_every": 0}))
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert lines[0]["actor/ref_kl"] == pytest.approx(0, abs=1e-6)
+    assert lines[1]["actor/ref_kl"] > 1e-6
+    assert "time/phase/ref_log_prob" in lines[0]
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_later_mini_batches_and_epochs_are_off_policy(toy, tmp_path):
+    algorithm = {"num_mini_batches": 2, "epochs": 2}
+    train(config_of(toy, tmp_path / "run", algorithm=algorithm, run={"steps": 1, "save_every": 0}))
+    (line,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert line["actor/approx_kl"] > 1e-6
+    assert line["actor/ratio_max"] > 1.001
+    assert line["actor/num_tokens"] == 2 * line["response/num_tokens"]
+
+
+def test_a_run_stops_once_the_reward_is_reached(toy, tmp_path):
+    run = {"stop_at_reward": 0.0, "stop_window": 2, "steps": 50, "save_every": 0}
+    outcome = train(config_of(toy, tmp_path / "run", run=run))
+    assert outcome.step == 2
+    assert outcome.summary().startswith("reward 0.")
+
+
+def test_the_command_trains_on_two_ray_workers_as_one_rank_does(ray_cluster, unbroken, toy, tmp_path, capsys):
+    directory = tmp_path / "run"
+    config = json.loads(json.dumps(yaml.safe_load((unbroken / "config.yaml").read_text())))
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    assert main(["--config", str(file), "pool.processes=[2]", f"run.dir={directory}", "run.steps=2"]) == 0
+    said = capsys.readouterr().out
+    assert "step 2/2" in said
+    assert "reward 0." in said
+    for ours, theirs in zip(timeless(directory), timeless(unbroken), strict=False):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
