@@ -53,8 +53,7 @@ def save(path: str, tensors: dict[str, Any], contents: Contents, group: Any) -> 
         _write_tensors(partial, tensors, group)
         on_first_rank(group, lambda: _finish(partial, final, contents))
     except Refused:
-        if dist.get_rank(group) == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+        on_first_rank(group, lambda: shutil.rmtree(partial, ignore_errors=True))
         raise
 
 

@@ -24,14 +24,14 @@ class FsdpConfig(EngineConfig):
     reshard_after_forward: bool = True  # free a layer's full parameters until its backward, for a second all-gather
     gradient_checkpointing: bool = False  # recompute each decoder layer in backward
     attn_implementation: str | None = None  # of transformers: "sdpa", "eager", "flash_attention_2"; None: its choice
-    packing: Literal["auto"] | bool = "auto"  # run rows without padding; auto: with flash attention, where it is cheap
+    packing: bool | None = None  # run rows without padding; None: with flash attention, where it is cheap
     offload_parameters: bool = False  # parameters and gradients on CPU outside of train_mode and eval_mode
     offload_optimizer: bool = False  # optimizer state on CPU outside of train_mode
 
     @property
     def packed(self) -> bool:
         """Whether rows are run without padding between them."""
-        return self.flash_attention if self.packing == "auto" else self.packing
+        return self.flash_attention if self.packing is None else self.packing
 
     @property
     def flash_attention(self) -> bool:

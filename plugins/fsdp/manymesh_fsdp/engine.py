@@ -26,7 +26,7 @@ from core.protocols import LossFn, LossScale, MicroResult, StepInfo, WeightSpec
 from manymesh_fsdp import checkpoint
 from manymesh_fsdp.config import FsdpConfig
 from manymesh_fsdp.log_probs import token_outputs
-from manymesh_fsdp.model import fsdp_modules, load_sharded, persistent
+from manymesh_fsdp.model import drop_gradients, fsdp_modules, load_sharded, persistent
 from manymesh_fsdp.optimizer import ScheduledAdamW
 from manymesh_fsdp.plan import AXIS, plan
 from manymesh_fsdp.weights import NamedWeights
@@ -38,8 +38,8 @@ Adapter = Literal["merged", "only"]
 class Loaded:
     """What `initialize` makes."""
 
-    model: Any  # a transformers model that is an FSDPModule
-    units: list[FSDPModule]  # the model and its decoder layers
+    model: Any  # a transformers model
+    units: list[FSDPModule]  # the model and its decoder layers; none on one rank, where nothing is sharded
     weights: NamedWeights
     optimizer: ScheduledAdamW | None
 
@@ -138,7 +138,7 @@ class FsdpEngine:
         forward_only: bool = False,
         outputs: frozenset[str] = frozenset(),
     ) -> list[MicroResult]:
-        """Collective; see core.protocols. Kept outputs stay on the engine's device.
+        """Collective; see core.protocols. Kept outputs stay on the engine's device; a failed pass leaves no gradients.
 
         Raises:
             Refused: an output that the engine doesn't have, a batch that isn't padded, weights that are on CPU, or
@@ -166,7 +166,7 @@ class FsdpEngine:
         try:
             with torch.no_grad() if forward_only else nullcontext():
                 for number, batch in enumerate(micro_batches):
-                    if not forward_only and last > 0:
+                    if loaded.units and not forward_only and last > 0:
                         # Gradients are reduced over ranks once, with the last micro-batch.
                         model.set_requires_gradient_sync(number == last)
                         model.set_is_last_backward(number == last)
@@ -180,11 +180,7 @@ class FsdpEngine:
                     kept = {name: made[name] for name in outputs} if forward_only else {}
                     results.append(MicroResult(TensorDict(kept, batch.batch_size) if kept else None, metrics))
         except BaseException:
-            # Gradients of earlier micro-batches that were never reduced would join the next step's.
-            if hasattr(model, "reset_iter_state"):
-                model.reset_iter_state()
-            model.set_requires_gradient_sync(True)
-            model.set_is_last_backward(True)
+            drop_gradients(model)
             raise
         finally:
             # Full parameters that outlive the pass would hide what is written to the shards from the next pass.

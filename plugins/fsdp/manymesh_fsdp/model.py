@@ -23,16 +23,14 @@ MEND = "give a directory written by save_pretrained: config.json and *.safetenso
 def load_sharded(config: FsdpConfig, mesh: DeviceMesh, device: torch.device) -> torch.nn.Module:
     """Collective: a causal LM with its weights, sharded over `mesh`. Only rank 0 reads the directory.
 
+    On one rank without mixed precision it is a plain model, without FSDP modules.
+
     Raises:
         Refused: on all ranks, where the directory holds no model that transformers can load, or lacks weights.
     """
     group = mesh.get_group()
     hf_config = on_first_rank(group, lambda: _read_config(config, mesh.size()))
-    # Meta everywhere: no rank ever has the whole model but rank 0, which reads it.
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            hf_config, dtype=getattr(torch, config.dtype), attn_implementation=config.attn_implementation
-        )
+    model = _empty_model(config, hf_config)
     model.requires_grad_(config.trainable)
     model.eval()
     if config.gradient_checkpointing:
@@ -41,6 +39,8 @@ def load_sharded(config: FsdpConfig, mesh: DeviceMesh, device: torch.device) -> 
     source: list[torch.nn.Module] = []
     on_first_rank(group, lambda: source.append(_read_weights(config)))
     model.to_empty(device=device)
+    if not fsdp_modules(model):
+        model.tie_weights()  # to_empty gives plain parameters that were one a memory each; sharded ones stay one
     _fill(model, source[0] if source else None, group, device)
     sharded: torch.nn.Module = model
     return sharded
@@ -48,6 +48,27 @@ def load_sharded(config: FsdpConfig, mesh: DeviceMesh, device: torch.device) -> 
 
 def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def drop_gradients(model: Any) -> None:
+    """Bring the model back to where a pass may begin, after one that failed between micro-batches.
+
+    Gradients of micro-batches that were not reduced yet sit on full parameters, where neither `zero_grad` nor
+    `reset_iter_state` sees them: they would join the next step's. torch has no public way to drop them.
+    """
+    model.zero_grad(set_to_none=True)
+    if hasattr(model, "reset_iter_state"):  # torch 2.13
+        model.reset_iter_state()
+    for module in fsdp_modules(model):
+        state: Any = module._get_fsdp_state()
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+            for sharded in group.fsdp_params if group else ():
+                sharded.unsharded_accumulated_grad = None
+                if hasattr(sharded, "_unsharded_param"):
+                    sharded._unsharded_param.grad = None
+        module.reshard()
+        module.set_requires_gradient_sync(True)
+        module.set_is_last_backward(True)
 
 
 def persistent(model: Any) -> dict[str, torch.Tensor]:
@@ -71,9 +92,28 @@ def _read_config(config: FsdpConfig, world_size: int) -> Any:
     plan(config, world_size, ModelFacts.read(config.model))
     try:
         return AutoConfig.from_pretrained(config.model)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # the other ranks wait for the answer, so any reason must reach them
         raise Refused(
-            f"transformers cannot read the config of {config.model!r}", have=error, where=config.model, mend=MEND
+            f"transformers cannot read the config of {config.model!r}",
+            have=f"{type(error).__name__}: {error}",
+            where=config.model,
+            mend=MEND,
+        ) from error
+
+
+def _empty_model(config: FsdpConfig, hf_config: Any) -> Any:
+    """On meta: no rank ever holds the whole model but rank 0, which reads it."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                hf_config, dtype=getattr(torch, config.dtype), attn_implementation=config.attn_implementation
+            )
+    except (ValueError, ImportError) as error:  # no causal LM, or an attention that isn't installed; on all ranks alike
+        raise Refused(
+            f"transformers cannot build a causal LM from {config.model!r}",
+            have=error,
+            where=config.model,
+            mend="choose another model, or another attn_implementation",
         ) from error
 
 
@@ -83,7 +123,7 @@ def _read_weights(config: FsdpConfig) -> torch.nn.Module:
         model, info = AutoModelForCausalLM.from_pretrained(
             config.model, dtype=getattr(torch, config.dtype), output_loading_info=True
         )
-    except Exception as error:  # from here every rank waits for the answer, so any reason must reach all
+    except Exception as error:  # as above
         raise Refused(
             f"transformers cannot load the weights of {config.model!r}",
             have=f"{type(error).__name__}: {error}",
@@ -112,12 +152,13 @@ def _decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _shard(model: torch.nn.Module, config: FsdpConfig, mesh: DeviceMesh) -> None:
+    if mesh.size() == 1 and {config.compute_dtype, config.reduce_dtype} <= {None, config.dtype}:
+        return  # nothing to shard and nothing to cast: fully_shard would only copy every parameter, every pass
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.compute_dtype) if config.compute_dtype else None,
         reduce_dtype=getattr(torch, config.reduce_dtype or config.dtype),
     )
-    # On one rank there is nothing to gather again.
-    reshard = config.reshard_after_forward and mesh.size() > 1
+    reshard = config.reshard_after_forward
     for layer in _decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # The root holds embeddings, head and last norm in one group, so tied ones are sharded as one. Its full parameters

@@ -19,7 +19,7 @@ class ScheduledAdamW:
     """AdamW with weight decay on matrices only, its state made at once so that a checkpoint always has it.
 
     Args:
-        parameters: DTensor parameters by name, all sharded over `group`.
+        parameters: by name, all sharded over `group` (DTensors), or plain where the group is one rank.
         group: the process group of their mesh.
     """
 
@@ -75,7 +75,11 @@ class ScheduledAdamW:
             Refused: there are no gradients.
         """
         # Local shards: the same arithmetic on DTensors costs several times as much in dispatch on small models.
-        grads = [p.grad.to_local() for p in self._parameters.values() if isinstance(p.grad, DTensor)]
+        grads = [
+            p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+            for p in self._parameters.values()
+            if p.grad is not None
+        ]
         if not grads:
             raise Refused("there is no gradient to step with", mend="call forward_backward between zero_grad and step")
         # In fp32 whatever the gradients are; one all-reduce for all of them.

@@ -24,14 +24,22 @@ def on() -> Iterator[On]:
     """`on(world_size, function, *args)`: the results of function(rank, world_size, *args) by rank."""
     torch.set_num_threads(1)
     join_world(0, 1, dist.HashStore(), timeout_s=60)
-    with RankPool(2) as pool:
+    pools: list[RankPool] = []
 
-        def run(world_size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-            if world_size == 1:
-                return [function(0, 1, *args, **options)]
-            return pool.run(function, *args, **options)
+    def run(world_size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        if world_size == 1:
+            return [function(0, 1, *args, **options)]
+        if not pools:
+            pools.append(RankPool(world_size))
+        try:
+            return pools[0].run(function, *args, **options)
+        except RuntimeError:
+            pools.pop().close()  # its ranks are ended; the next test gets new ones
+            raise
 
-        yield run
+    yield run
+    for pool in pools:
+        pool.close()
     dist.destroy_process_group()
 
 

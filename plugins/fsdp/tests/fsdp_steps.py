@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
@@ -136,7 +139,10 @@ class Plain:
         return loss.item(), norm.item()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        """By the names and in the form that save_pretrained writes."""
+        with tempfile.TemporaryDirectory() as directory:
+            self.model.save_pretrained(directory)
+            return load_file(Path(directory, "model.safetensors"))
 
 
 def movement_error(
