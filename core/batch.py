@@ -18,9 +18,6 @@ from core.errors import Refused
 
 Range = tuple[int, int]  # rows start..stop-1
 
-# What padding holds in the contract's columns; 0 (False) for all others.
-PAD_VALUES: Mapping[str, float] = {}
-
 
 def is_batch(value: object) -> bool:
     """A TensorDict of columns, as against a tensordict's own wrappers of Python objects."""
@@ -193,7 +190,7 @@ def concat(batches: Sequence[TensorDictBase], where: str = "") -> TensorDict:
     return _build({name: join(name, [table[name] for table in tables]) for name in tables[0]}, total)
 
 
-def to_padded(batch: TensorDictBase, *, multiple: int = 1, pads: Mapping[str, float] = PAD_VALUES) -> TensorDict:
+def to_padded(batch: TensorDictBase, *, multiple: int = 1, pads: Mapping[str, float] | None = None) -> TensorDict:
     """Jagged columns padded on the right to (rows, width), with `attention_mask`.
 
     Args:
@@ -216,7 +213,7 @@ def to_padded(batch: TensorDictBase, *, multiple: int = 1, pads: Mapping[str, fl
         here = mask.to(values.device)
         if int(here.sum()) != len(values):
             raise Refused(f"column {name!r} is not aligned with the other token columns")
-        padded = values.new_full((*mask.shape, *values.shape[1:]), pads.get(name, 0))
+        padded = values.new_full((*mask.shape, *values.shape[1:]), (pads or {}).get(name, 0))
         padded[here] = values
         out[name] = padded
     out.setdefault("attention_mask", mask)
@@ -245,17 +242,6 @@ def to_jagged(batch: TensorDictBase) -> TensorDict:
         return _nested(column[mask], offsets) if is_token_column else column
 
     return _build({name: of(column) for name, column in table.items()}, num_rows(batch))
-
-
-def nbytes(batch: TensorDictBase) -> int:
-    """Bytes of the batch's tensors."""
-    total = 0
-    for column in columns(batch).values():
-        if is_batch(column):
-            total += nbytes(column)
-        elif isinstance(column, torch.Tensor) and not isinstance(column, TensorDictBase):
-            total += column.values().nbytes if column.is_nested else column.nbytes
-    return total
 
 
 class _OffsetsCache:

@@ -45,11 +45,6 @@ def collective_backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
-def pin_memory(device: torch.device) -> bool:
-    """Whether host buffers should be pinned: only where a CUDA device copies from them."""
-    return device.type == "cuda"
-
-
 def join_world(rank: int, world_size: int, store: Any, timeout_s: float) -> None:
     """`torch.distributed.init_process_group` over a ready store; a second call is a no-op."""
     import torch.distributed as dist
@@ -64,9 +59,5 @@ def join_world(rank: int, world_size: int, store: Any, timeout_s: float) -> None
             )
         return
     dist.init_process_group(
-        collective_backend(),
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
+        collective_backend(), store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )

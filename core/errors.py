@@ -108,15 +108,10 @@ class DeadlineExceeded(ManymeshError, TimeoutError):
     """A wait ran past its deadline. The message says what was waited for."""
 
 
-def nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:
-    """The legal names that look most like `name`, best first."""
-    return difflib.get_close_matches(name, list(known), n=n, cutoff=0.5)
-
-
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence for `mend`: the nearest legal name, or all of them when none is near."""
     known = sorted(known)
-    close = nearest(name, known, n=1)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"
     return f"legal: {', '.join(known)}" if known else "there is none"

@@ -268,40 +268,35 @@ class WorkerGroup:
                 mend="the group has been ended; give the method a longer timeout_s if it is healthy but slow",
             )
         rank = min(bad, key=lambda rank: (self._blame(rank, bad[rank]), rank))
-        first = bad[rank]
+        first: Any = bad[rank]
         identity = self._transport.identities[rank]
-        facts: dict[str, Any] = {
-            "group": self.name,
-            "rank": rank,
-            "node": identity.node_address,
-            "pid": identity.pid,
-            "method": method,
-            "mesh": mesh,
-            "log_tail": self._transport.log_tail(rank),
-        }
+        told: dict[str, str] = {}
+        cause: BaseException | None = None
         mend = "the group's other ranks have been ended; build a new group"
-        if isinstance(first, Raised):
-            error = WorkerFailed(
-                f"rank {rank} of group {self.name!r} raised {first.summary}",
-                traceback=first.traceback,
-                mend=mend,
-                **facts,
-            )
-            error.__cause__ = first.error
-            return error
-        if isinstance(first, RefusedIt):
-            some = sorted(r for r, each in bad.items() if isinstance(each, RefusedIt))
-            error = WorkerFailed(
-                f"only ranks {some} of group {self.name!r} refused: {first.error.message}",
-                traceback=str(first.error),
-                mend="a refusal must be found on all ranks alike; " + mend,
-                **facts,
-            )
-            error.__cause__ = first.error
-            return error
-        return WorkerFailed(
-            f"the process of rank {rank} of group {self.name!r} died", exit=first.exit, mend=mend, **facts
+        match first:
+            case Raised():
+                what, cause = f"rank {rank} of group {self.name!r} raised {first.summary}", first.error
+                told = {"traceback": first.traceback}
+            case RefusedIt():
+                some = sorted(r for r, each in bad.items() if isinstance(each, RefusedIt))
+                what, cause = f"only ranks {some} of group {self.name!r} refused: {first.error.message}", first.error
+                told, mend = {"traceback": str(cause)}, f"a refusal must be found on all ranks alike; {mend}"
+            case Died():
+                what, told = f"the process of rank {rank} of group {self.name!r} died", {"exit": first.exit}
+        error = WorkerFailed(
+            what,
+            group=self.name,
+            rank=rank,
+            node=identity.node_address,
+            pid=identity.pid,
+            method=method,
+            mesh=mesh,
+            log_tail=self._transport.log_tail(rank),
+            mend=mend,
+            **told,
         )
+        error.__cause__ = cause
+        return error
 
     def _blame(self, rank: int, outcome: Outcome) -> tuple[int, float]:
         """Sorts who failed first to the front. When one process dies or raises, its peers' collectives fail too:

@@ -75,13 +75,7 @@ class WorkerHost:
         return int(self._listener.getsockname()[1])
 
     def construct(
-        self,
-        cls: type,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        context: WorkerContext,
-        *,
-        set_env: bool,
+        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], context: WorkerContext, *, set_env: bool
     ) -> Outcome:
         """Take a place and make the worker there."""
         self._context = attrs.evolve(context, listener=self._listener)

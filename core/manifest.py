@@ -147,10 +147,7 @@ class ModelFacts:
         if not file.is_file():
             found = sorted(entry.name for entry in directory.iterdir())[:8]
             raise Refused(
-                f"the model directory {str(path)!r} has no config.json",
-                have=found,
-                where=str(file),
-                mend=mend,
+                f"the model directory {str(path)!r} has no config.json", have=found, where=str(file), mend=mend
             )
         try:
             config = json.loads(file.read_text())

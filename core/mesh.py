@@ -14,18 +14,6 @@ import attrs
 from core.errors import Refused
 
 
-def _tuple_of_int(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(values)
-
-
-def _tuple_of_str(values: Iterable[str]) -> tuple[str, ...]:
-    return tuple(values)
-
-
-def _set_of_int(values: Iterable[int]) -> frozenset[int]:
-    return frozenset(values)
-
-
 @attrs.frozen
 class Route:
     """What dispatch needs of a mesh.
@@ -35,8 +23,8 @@ class Route:
         collected: the ranks whose output is collected, one for every dp rank.
     """
 
-    dp_ranks: tuple[int, ...] = attrs.field(converter=_tuple_of_int)
-    collected: frozenset[int] = attrs.field(converter=_set_of_int)
+    dp_ranks: tuple[int, ...]
+    collected: frozenset[int]
 
     @property
     def dp_size(self) -> int:
@@ -92,8 +80,8 @@ class Route:
 class MeshLayout:
     """Named axes over ranks 0..world_size-1, outermost first, in C order (the last axis varies fastest)."""
 
-    axes: tuple[str, ...] = attrs.field(converter=_tuple_of_str)
-    sizes: tuple[int, ...] = attrs.field(converter=_tuple_of_int)
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
 
     def __attrs_post_init__(self) -> None:
         if len(self.axes) != len(self.sizes) or len(set(self.axes)) != len(self.axes):

@@ -17,7 +17,6 @@ from core.batch import (
     is_jagged,
     jagged_from,
     metadata,
-    nbytes,
     num_rows,
     object_column,
     objects,
@@ -172,7 +171,6 @@ def test_metadata_is_read_by_name_with_a_default() -> None:
     batch = make_batch([1])
     assert metadata(batch, "temperature") == 0.7
     assert metadata(batch, "absent", 3) == 3
-    assert nbytes(batch) == 8 + 4 + 62 + 164 + 1
 
 
 def test_a_batch_whose_lengths_cannot_be_told_is_refused() -> None:

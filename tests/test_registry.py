@@ -204,11 +204,7 @@ def test_of_a_distribution_that_is_there_twice_the_first_on_the_path_counts(
         ((("nobody-has-this", "pluggy>=1"),), "", ""),
         ((("nobody-has-this; python_version < '3'",),), "", ""),
         ((("dep-toy>=2",),), "", ""),
-        (
-            (("dep-toy>=3",),),
-            "needs dep-toy>=3: dep-toy is 2.1.dev0+local",
-            "pip install 'dep-toy>=3'",
-        ),
+        ((("dep-toy>=3",),), "needs dep-toy>=3: dep-toy is 2.1.dev0+local", "pip install 'dep-toy>=3'"),
         (
             (("pluggy",), ("nobody-has-this>=1", "nor-this"), ("dep-toy<2",)),
             "needs nobody-has-this>=1 or nor-this: nobody-has-this is not installed, nor-this is not installed;"

@@ -16,7 +16,7 @@ import attrs
 from core.dispatch import RankCall
 from core.errors import Refused
 from core.group import RayClassWithInitArgs, WorkerGroup
-from core.host import Answered, Identity, Outcome, WorkerHost
+from core.host import Answered, Identity, Outcome, Raised, WorkerHost
 from core.wire import encode
 from core.worker import WorkerContext
 
@@ -85,15 +85,9 @@ class LocalTransport:
         outcomes: dict[int, Outcome] = {}
         for rank in ranks:
             outcomes[rank] = action(rank)
-            if not isinstance(outcomes[rank], Answered) and not _refused(outcomes):
+            if isinstance(outcomes[rank], Raised):
                 break
         return _Ended(outcomes)
-
-
-def _refused(outcomes: dict[int, Outcome]) -> bool:
-    from core.host import RefusedIt
-
-    return all(isinstance(each, RefusedIt) for each in outcomes.values())
 
 
 def _private(encoded: Any) -> Any:

@@ -44,11 +44,7 @@ class RayHost(WorkerHost):
                 logs.append(os.readlink(f"/proc/self/fd/{descriptor}"))
         files = tuple(dict.fromkeys(log for log in logs if os.path.isfile(log)))
         return Identity(
-            context.get_node_id(),
-            ray.util.get_node_ip_address(),
-            os.getpid(),
-            tuple(map(str, gpus)),
-            files,
+            context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), tuple(map(str, gpus)), files
         )
 
 

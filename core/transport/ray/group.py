@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from core.discovery import check_core
 from core.group import RayClassWithInitArgs, WorkerGroup
 from core.transport.ray.actors import RayTransport
 from core.transport.ray.pool import RayResourcePool, need_ray
@@ -37,12 +38,7 @@ class RayWorkerGroup(WorkerGroup):
         start_timeout_s: float = 300.0,
     ) -> None:
         need_ray()
+        check_core()  # a user's folder named core would be what the workers import
         name = name or ray_cls_with_init.cls.__name__
         transport = RayTransport(resource_pool, name, env or {}, start_timeout_s)
-        super().__init__(
-            transport,
-            ray_cls_with_init,
-            name=name,
-            timeout_s=timeout_s,
-            start_timeout_s=start_timeout_s,
-        )
+        super().__init__(transport, ray_cls_with_init, name=name, timeout_s=timeout_s, start_timeout_s=start_timeout_s)
