@@ -25,10 +25,7 @@ def demo_config(directory: Path, seed: int = 0) -> dict[str, Any]:
         "data": {"path": str(directory / "copy.jsonl"), "seed": seed},
         "reward": {"function": "manymesh.recipes.grpo.reward:digit_share"},
         "pool": {"processes": [2], "use_gpu": False},
-        "actor": {
-            "backend": "fsdp",
-            "engine": {"optimizer": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.0}},
-        },
+        "actor": {"backend": "fsdp", "engine": {"optimizer": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.0}}},
         "rollout": {"backend": "hf"},
         "sampling": {"num_samples": 16, "max_new_tokens": 4},
         "algorithm": {"prompts_per_step": 32},

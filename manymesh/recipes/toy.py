@@ -27,12 +27,7 @@ def write_tokenizer(directory: str | Path) -> None:
         single=f"{BOS} $A {SEP}", special_tokens=[(BOS, ids[BOS]), (SEP, ids[SEP])]
     )
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=BOS,
-        eos_token=EOS,
-        sep_token=SEP,
-        pad_token=PAD,
-        unk_token="<unk>",
+        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, sep_token=SEP, pad_token=PAD, unk_token="<unk>"
     ).save_pretrained(directory)
 
 

@@ -1,5 +1,10 @@
 """A toy model, tokenizer and data for the recipes' tests, made once."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from manymesh.recipes.grpo.data import load_tokenizer
@@ -7,7 +12,7 @@ from manymesh.recipes.toy import write_copy_task, write_model
 
 
 @pytest.fixture(scope="session")
-def toy(tmp_path_factory):
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Directory with `model` (and its tokenizer) and `copy.jsonl`."""
     directory = tmp_path_factory.mktemp("toy")
     write_model(directory / "model", hidden_size=32, num_layers=1)
@@ -16,5 +21,5 @@ def toy(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def tokenizer(toy):
+def tokenizer(toy: Path) -> Any:
     return load_tokenizer(str(toy / "model"))

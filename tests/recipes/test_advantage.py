@@ -1,5 +1,9 @@
 """Group advantages against plain numpy, and their way to tokens."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +20,7 @@ from manymesh.recipes.grpo.advantage import group_advantages, spread_over_tokens
     pairs=st.lists(st.tuples(st.integers(-3, 3), st.floats(-10, 10, width=32)), min_size=1, max_size=30),
     divide_by_std=st.booleans(),
 )
-def test_advantages_are_those_of_numpy_for_any_order_of_rows(pairs, divide_by_std):
+def test_advantages_are_those_of_numpy_for_any_order_of_rows(pairs: Any, divide_by_std: bool) -> None:
     prompt_id, rewards = (np.array(column) for column in zip(*pairs, strict=True))
     expected = np.zeros(len(pairs))
     for each in np.unique(prompt_id):
@@ -32,16 +36,16 @@ def test_advantages_are_those_of_numpy_for_any_order_of_rows(pairs, divide_by_st
 
 
 @pytest.mark.parametrize("reward", [0.0, 1 / 3, 0.1, 1e6])
-def test_a_group_whose_samples_all_got_the_same_has_no_advantage(reward):
+def test_a_group_whose_samples_all_got_the_same_has_no_advantage(reward: Any) -> None:
     have = group_advantages(torch.full((7,), reward), torch.zeros(7, dtype=torch.int64))
     assert have.abs().max() < 1e-6
 
 
-def test_one_sample_alone_has_no_advantage():
+def test_one_sample_alone_has_no_advantage() -> None:
     assert group_advantages(torch.tensor([5.0, 1.0]), torch.tensor([1, 2])).tolist() == [0.0, 0.0]
 
 
-def test_a_row_s_value_is_written_to_its_response_tokens_only_and_shares_the_offsets_of_input_ids():
+def test_a_row_s_value_is_written_to_its_response_tokens_only_and_shares_the_offsets_of_input_ids() -> None:
     rows = [torch.arange(3), torch.arange(5), torch.arange(2)]
     batch = TensorDict({"input_ids": jagged(rows)}, batch_size=[3])
     mask = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0, 0, 1], dtype=torch.bool)

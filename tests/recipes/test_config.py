@@ -1,6 +1,10 @@
 """Configs: what is wrong is named before any process starts."""
 
+from __future__ import annotations
+
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +16,7 @@ from manymesh.workers import Role
 
 
 @pytest.fixture
-def plain(toy, tmp_path):
+def plain(toy: Path, tmp_path: Path) -> Any:
     """A whole config as plain data, for two processes."""
     return {
         "model": {"path": str(toy / "model")},
@@ -26,7 +30,7 @@ def plain(toy, tmp_path):
     }
 
 
-def with_value(plain, path, value):
+def with_value(plain: dict[str, Any], path: str, value: Any) -> Any:
     out = json.loads(json.dumps(plain))
     *parents, last = path.split(".")
     node = out
@@ -54,22 +58,24 @@ def with_value(plain, path, value):
         ("actor.loss", {"factory": "a:b"}, "set under `loss`"),
     ],
 )
-def test_a_wrong_key_or_value_is_named_with_its_path_and_the_nearest_legal_one(plain, path, value, says):
+def test_a_wrong_key_or_value_is_named_with_its_path_and_the_nearest_legal_one(
+    plain: dict[str, Any], path: str, value: Any, says: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         GrpoConfig.of(with_value(plain, path, value))
     assert says in str(refused.value)
 
 
-def test_a_missing_section_is_named(plain):
+def test_a_missing_section_is_named(plain: dict[str, Any]) -> None:
     del plain["model"]
     with pytest.raises(ConfigError, match="model"):
         GrpoConfig.of(plain)
 
 
-def test_the_model_s_directory_is_handed_to_every_part_that_names_none(plain, toy):
+def test_the_model_s_directory_is_handed_to_every_part_that_names_none(plain: dict[str, Any], toy: Path) -> None:
     plain["rollout"] = {"engine": {"model": "/elsewhere"}}
     plain["loss"] = {"kl_coef": 0.1, "clip_high": 0.28}
-    worker = GrpoConfig.of(plain).worker()
+    worker: Any = GrpoConfig.of(plain).worker()
     assert worker.role is Role.ACTOR_ROLLOUT_REF
     assert worker.actor.engine == {"model": str(toy / "model"), "optimizer": {"lr": 3e-3}}
     assert worker.ref.engine["model"] == str(toy / "model")
@@ -78,7 +84,7 @@ def test_the_model_s_directory_is_handed_to_every_part_that_names_none(plain, to
     assert {part.device for part in (worker.actor, worker.ref, worker.rollout)} == {"cpu"}
 
 
-def test_without_kl_there_is_no_reference_policy(plain):
+def test_without_kl_there_is_no_reference_policy(plain: dict[str, Any]) -> None:
     worker = GrpoConfig.of(plain).worker()
     assert (worker.role, worker.ref) == (Role.ACTOR_ROLLOUT, None)
 
@@ -87,15 +93,17 @@ def test_without_kl_there_is_no_reference_policy(plain):
     ("prompts", "mini_batches", "legal"),
     [(3, 1, "2 or 4"), (5, 1, "4 or 6"), (1, 1, "2"), (6, 8, "4 or 8"), (4, 3, "6")],
 )
-def test_prompts_that_do_not_divide_are_refused_with_the_legal_neighbours(plain, prompts, mini_batches, legal):
+def test_prompts_that_do_not_divide_are_refused_with_the_legal_neighbours(
+    plain: dict[str, Any], prompts: int, mini_batches: int, legal: str
+) -> None:
     plain["algorithm"] = {"prompts_per_step": prompts, "num_mini_batches": mini_batches}
     with pytest.raises(ConfigError) as refused:
         GrpoConfig.of(plain).check()
-    assert f"prompts_per_step {legal} (" in refused.value.want
+    assert f"prompts_per_step {legal} (" in str(refused.value.want)
 
 
 @pytest.mark.parametrize(("prompts", "mini_batches"), [(2, 1), (4, 8), (6, 3), (6, 12)])
-def test_prompts_that_divide_are_taken(plain, prompts, mini_batches):
+def test_prompts_that_divide_are_taken(plain: dict[str, Any], prompts: int, mini_batches: int) -> None:
     plain["algorithm"] = {"prompts_per_step": prompts, "num_mini_batches": mini_batches}
     GrpoConfig.of(plain).check()
 
@@ -112,13 +120,15 @@ def test_prompts_that_divide_are_taken(plain, prompts, mini_batches):
         ("data.chat", True, "no chat template"),
     ],
 )
-def test_what_a_run_would_stumble_over_is_refused_before_it_starts(plain, path, value, says):
+def test_what_a_run_would_stumble_over_is_refused_before_it_starts(
+    plain: dict[str, Any], path: str, value: Any, says: str
+) -> None:
     with pytest.raises(Refused) as refused:
         GrpoTrainer(GrpoConfig.of(with_value(plain, path, value)))
     assert says in str(refused.value)
 
 
-def test_a_directory_that_holds_a_run_is_not_written_over(plain, tmp_path):
+def test_a_directory_that_holds_a_run_is_not_written_over(plain: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     with pytest.raises(Refused, match="already holds a run") as refused:
@@ -127,7 +137,9 @@ def test_a_directory_that_holds_a_run_is_not_written_over(plain, tmp_path):
     GrpoTrainer(GrpoConfig.of(plain), resume=True)
 
 
-def test_the_command_prints_an_error_without_traceback_and_exits_1(plain, tmp_path, capsys):
+def test_the_command_prints_an_error_without_traceback_and_exits_1(
+    plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(json.dumps(plain))  # JSON is YAML
     assert main(["--config", str(file), "model.path=/no/such/model"]) == 1
@@ -146,7 +158,7 @@ def test_the_command_prints_an_error_without_traceback_and_exits_1(plain, tmp_pa
     assert usage.value.code == 2
 
 
-def test_what_differs_between_two_configs_is_told_by_path():
+def test_what_differs_between_two_configs_is_told_by_path() -> None:
     before = {"a": {"b": 1, "c": [1]}, "d": None, "gone": 1}
     assert changed(before, {"a": {"b": 2, "c": [1]}, "d": {"e": 1}}) == [
         "a.b: 1 -> 2",

@@ -1,9 +1,14 @@
 """The loop with real workers: in this process where one rank will do, and once on Ray with two."""
 
+from __future__ import annotations
+
 import json
 import resource
 import sys
 import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -23,8 +28,8 @@ from manymesh.workers import ActorRolloutRefWorker
 STEPS = 5
 
 
-def config_of(toy, directory, **sections):
-    plain = {
+def config_of(toy: Path, directory: Path, **sections: Any) -> Any:
+    plain: dict[str, Any] = {
         "model": {"path": str(toy / "model")},
         "data": {"path": str(toy / "copy.jsonl")},
         "reward": {"function": "manymesh.recipes.grpo.reward:digit_share"},
@@ -39,7 +44,7 @@ def config_of(toy, directory, **sections):
     return GrpoConfig.of(plain)
 
 
-def train(config, *, resume=False, out=None):
+def train(config: GrpoConfig, *, resume: bool = False, out: Any = None) -> Any:
     """Run in this process; gives the outcome."""
     console = Console(file=out or sys.stdout, width=200)
     trainer = GrpoTrainer(config, resume=resume)
@@ -47,30 +52,30 @@ def train(config, *, resume=False, out=None):
         return trainer.run(group, console)
 
 
-def timeless(directory):
+def timeless(directory: Path) -> Any:
     """The run's metrics without those that are times."""
     lines = read_metrics(directory / "metrics.jsonl")
     return [{key: value for key, value in line.items() if not key.startswith(TIME)} for line in lines]
 
 
 @pytest.fixture
-def reward_module(monkeypatch):
-    """A module whose `reward` tests replace."""
+def reward_module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The names of a module, whose `reward` tests replace."""
     module = types.ModuleType("reward_of_test")
-    module.reward = digit_share
+    vars(module)["reward"] = digit_share
     monkeypatch.setitem(sys.modules, "reward_of_test", module)
-    return module
+    return vars(module)
 
 
 @pytest.fixture(scope="module")
-def unbroken(toy, tmp_path_factory):
+def unbroken(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Directory of a run that nothing disturbed."""
     directory = tmp_path_factory.mktemp("runs") / "unbroken"
     train(config_of(toy, directory))
     return directory
 
 
-def test_a_run_leaves_metrics_samples_curve_config_and_checkpoints(unbroken, toy):
+def test_a_run_leaves_metrics_samples_curve_config_and_checkpoints(unbroken: Path, toy: Path) -> None:
     lines = read_metrics(unbroken / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
@@ -93,17 +98,17 @@ def test_a_run_leaves_metrics_samples_curve_config_and_checkpoints(unbroken, toy
 
 
 def test_a_run_that_was_interrupted_and_resumed_has_the_metrics_of_an_unbroken_one(
-    unbroken, toy, tmp_path, reward_module
-):
+    unbroken: Path, toy: Path, tmp_path: Path, reward_module: dict[str, Any]
+) -> None:
     calls = []
 
-    def reward(completions, rows):
+    def reward(completions: list[str], rows: Any) -> Any:
         calls.append(len(rows))
         if len(calls) == 4:
             raise KeyboardInterrupt
         return digit_share(completions, rows)
 
-    reward_module.reward = reward
+    reward_module["reward"] = reward
     config = config_of(toy, tmp_path / "run", reward={"function": "reward_of_test:reward"})
     with pytest.raises(KeyboardInterrupt):
         train(config)
@@ -116,7 +121,9 @@ def test_a_run_that_was_interrupted_and_resumed_has_the_metrics_of_an_unbroken_o
     assert (outcome.step, len(outcome.rewards)) == (STEPS, STEPS)
 
 
-def test_a_finished_run_is_resumed_to_more_steps_and_says_what_the_config_changed(unbroken, toy, tmp_path, capsys):
+def test_a_finished_run_is_resumed_to_more_steps_and_says_what_the_config_changed(
+    unbroken: Path, toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(config_of(toy, tmp_path / "run", run={"steps": 2}))
     train(config_of(toy, tmp_path / "run"), resume=True)
     assert timeless(tmp_path / "run") == timeless(unbroken)
@@ -125,13 +132,13 @@ def test_a_finished_run_is_resumed_to_more_steps_and_says_what_the_config_change
     assert "run.steps: 2 -> 5" in said
 
 
-def test_resume_without_a_checkpoint_starts_from_nothing(unbroken, toy, tmp_path):
+def test_resume_without_a_checkpoint_starts_from_nothing(unbroken: Path, toy: Path, tmp_path: Path) -> None:
     train(config_of(toy, tmp_path / "run"), resume=True)
     assert timeless(tmp_path / "run") == timeless(unbroken)
 
 
 @pytest.fixture
-def small_files():
+def small_files() -> Any:
     """A call after which no file can grow beyond 20 kB, as on a full disk; lifted after the test."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
@@ -139,17 +146,22 @@ def small_files():
 
 
 def test_a_failing_save_is_said_loudly_keeps_the_last_good_checkpoint_and_training_goes_on(
-    unbroken, toy, tmp_path, reward_module, small_files, capsys
-):
+    unbroken: Path,
+    toy: Path,
+    tmp_path: Path,
+    reward_module: dict[str, Any],
+    small_files: Callable[[], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     calls = []
 
-    def reward(completions, rows):
+    def reward(completions: list[str], rows: Any) -> Any:
         calls.append(len(rows))
         if len(calls) == 4:
             small_files()
         return digit_share(completions, rows)
 
-    reward_module.reward = reward
+    reward_module["reward"] = reward
     directory = tmp_path / "run"
     config = config_of(toy, directory, reward={"function": "reward_of_test:reward"})
     with pytest.raises(Refused):  # the save at the end fails too, and then the run has failed
@@ -161,7 +173,9 @@ def test_a_failing_save_is_said_loudly_keeps_the_last_good_checkpoint_and_traini
     assert timeless(directory) == timeless(unbroken)
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_cut_off(unbroken, toy, tmp_path):
+def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_cut_off(
+    unbroken: Path, toy: Path, tmp_path: Path
+) -> None:
     other = write_model(tmp_path / "model", hidden_size=16, num_layers=1)
     before = timeless(unbroken)
     with pytest.raises(Refused):
@@ -169,14 +183,16 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_cut_off(unbroke
     assert timeless(unbroken) == before
 
 
-def test_a_failing_reward_ends_the_run_with_function_row_and_completion(toy, tmp_path, reward_module):
-    reward_module.reward = lambda completions, rows: [float("nan")] * len(rows)
+def test_a_failing_reward_ends_the_run_with_function_row_and_completion(
+    toy: Path, tmp_path: Path, reward_module: dict[str, Any]
+) -> None:
+    reward_module["reward"] = lambda completions, rows: [float("nan")] * len(rows)
     config = config_of(toy, tmp_path / "run", reward={"function": "reward_of_test:reward"})
     with pytest.raises(RewardError, match="reward_of_test:reward returned no finite number at row 0"):
         train(config)
 
 
-def test_with_kl_the_reference_stays_where_the_policy_began(toy, tmp_path):
+def test_with_kl_the_reference_stays_where_the_policy_began(toy: Path, tmp_path: Path) -> None:
     train(config_of(toy, tmp_path / "run", loss={"kl_coef": 0.01}, run={"steps": 3, "save_every": 0}))
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert lines[0]["actor/ref_kl"] == pytest.approx(0, abs=1e-6)
@@ -185,7 +201,7 @@ def test_with_kl_the_reference_stays_where_the_policy_began(toy, tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_later_mini_batches_and_epochs_are_off_policy(toy, tmp_path):
+def test_later_mini_batches_and_epochs_are_off_policy(toy: Path, tmp_path: Path) -> None:
     algorithm = {"num_mini_batches": 2, "epochs": 2}
     train(config_of(toy, tmp_path / "run", algorithm=algorithm, run={"steps": 1, "save_every": 0}))
     (line,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -194,14 +210,16 @@ def test_later_mini_batches_and_epochs_are_off_policy(toy, tmp_path):
     assert line["actor/num_tokens"] == 2 * line["response/num_tokens"]
 
 
-def test_a_run_stops_once_the_reward_is_reached(toy, tmp_path):
+def test_a_run_stops_once_the_reward_is_reached(toy: Path, tmp_path: Path) -> None:
     run = {"stop_at_reward": 0.0, "stop_window": 2, "steps": 50, "save_every": 0}
     outcome = train(config_of(toy, tmp_path / "run", run=run))
     assert outcome.step == 2
     assert outcome.summary().startswith("reward 0.")
 
 
-def test_the_command_trains_on_two_ray_workers_as_one_rank_does(ray_cluster, unbroken, toy, tmp_path, capsys):
+def test_the_command_trains_on_two_ray_workers_as_one_rank_does(
+    ray_cluster: None, unbroken: Path, toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = tmp_path / "run"
     config = json.loads(json.dumps(yaml.safe_load((unbroken / "config.yaml").read_text())))
     file = tmp_path / "config.yaml"

@@ -1,7 +1,12 @@
 """What a run leaves behind: metrics, samples, curve, checkpoints, and what is seen of it."""
 
+from __future__ import annotations
+
 import io
 import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -12,7 +17,7 @@ from manymesh.recipes.grpo.progress import Phases, Progress, sparkline
 from manymesh.recipes.grpo.tracking import REWARD, Tracker, read_metrics
 
 
-def track(directory, steps, start=0):
+def track(directory: Path, steps: Iterable[int], start: int = 0) -> Any:
     tracker = Tracker(directory, start)
     for step in steps:
         tracker.log(step, {REWARD: step / 10, "x": 1.0}, [{"completion": f"c{step}", "reward": 0.5}])
@@ -20,7 +25,7 @@ def track(directory, steps, start=0):
     return tracker
 
 
-def test_each_step_is_a_line_that_can_be_read_while_the_run_goes_on(tmp_path):
+def test_each_step_is_a_line_that_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path)
     tracker.log(1, {REWARD: 0.5}, [{"completion": "é", "reward": 0.5}])
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, REWARD: 0.5}]
@@ -28,7 +33,7 @@ def test_each_step_is_a_line_that_can_be_read_while_the_run_goes_on(tmp_path):
     tracker.close()
 
 
-def test_a_resumed_run_cuts_off_later_steps_and_what_a_kill_left_half_written(tmp_path):
+def test_a_resumed_run_cuts_off_later_steps_and_what_a_kill_left_half_written(tmp_path: Path) -> None:
     track(tmp_path, range(1, 6))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "rewa')
@@ -38,16 +43,16 @@ def test_a_resumed_run_cuts_off_later_steps_and_what_a_kill_left_half_written(tm
     assert tracker.rewards() == [0.1, 0.2, 0.3, 0.4]
 
 
-def test_tensorboard_shows_the_steps_of_a_resumed_run_once(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+def test_tensorboard_shows_the_steps_of_a_resumed_run_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
 
     track(tmp_path, range(1, 6))
     track(tmp_path, [4, 5], start=3)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars(REWARD)] == [1, 2, 3, 4, 5]
 
 
-def test_numbers_that_json_does_not_know_are_written_as_null(tmp_path):
+def test_numbers_that_json_does_not_know_are_written_as_null(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path)
     tracker.log(1, {REWARD: float("nan"), "x": float("inf")})
     tracker.close()
@@ -55,23 +60,24 @@ def test_numbers_that_json_does_not_know_are_written_as_null(tmp_path):
     assert Tracker(tmp_path, 1).rewards() == []
 
 
-def test_the_curve_is_a_picture_and_absent_before_the_first_step(tmp_path):
+def test_the_curve_is_a_picture_and_absent_before_the_first_step(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path)
     assert tracker.draw() is None
     tracker.log(1, {REWARD: 0.5, "reward/std": 0.1})
-    assert tracker.draw().read_bytes().startswith(b"\x89PNG")
+    assert tracker.draw() == tmp_path / "reward.png"
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
     tracker.close()
 
 
-def save(checkpoints, step, text="x"):
-    def write(path):
+def save(checkpoints: Checkpoints, step: int, text: str = "x") -> Any:
+    def write(path: str) -> None:
         with open(path, "w") as file:
             file.write(text)
 
     return checkpoints.save(step, write)
 
 
-def test_the_last_checkpoints_are_kept_and_the_latest_is_by_number(tmp_path):
+def test_the_last_checkpoints_are_kept_and_the_latest_is_by_number(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=2)
     assert checkpoints.latest() is None
     for step in (5, 9, 10):
@@ -81,11 +87,11 @@ def test_the_last_checkpoints_are_kept_and_the_latest_is_by_number(tmp_path):
     assert sorted(entry.name for entry in checkpoints.directory.iterdir()) == ["step-10", "step-9"]
 
 
-def test_a_checkpoint_that_was_cut_short_is_never_loaded_and_is_written_anew(tmp_path):
+def test_a_checkpoint_that_was_cut_short_is_never_loaded_and_is_written_anew(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=2)
     save(checkpoints, 1)
 
-    def killed(path):
+    def killed(path: str) -> None:
         save_half = tmp_path / "step-2" / "half"
         save_half.write_text("x")
         raise KeyboardInterrupt
@@ -98,11 +104,11 @@ def test_a_checkpoint_that_was_cut_short_is_never_loaded_and_is_written_anew(tmp
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), Refused("disk full")])
-def test_a_failed_save_is_refused_leaves_nothing_and_keeps_the_earlier_ones(tmp_path, error):
+def test_a_failed_save_is_refused_leaves_nothing_and_keeps_the_earlier_ones(tmp_path: Path, error: Exception) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=1)
     save(checkpoints, 1)
 
-    def fail(path):
+    def fail(path: str) -> None:
         (tmp_path / "step-2" / "half").write_text("x")
         raise error
 
@@ -112,7 +118,7 @@ def test_a_failed_save_is_refused_leaves_nothing_and_keeps_the_earlier_ones(tmp_
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-1"]
 
 
-def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(Refused, match="step 3"):
         save(Checkpoints(tmp_path / "file"), 3)
@@ -121,7 +127,7 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
 METRICS = {REWARD: 0.25, "actor/loss": -0.1, "time/step": 1.5, "time/phase/generate": 1.25}
 
 
-def test_without_a_terminal_each_step_is_one_plain_line():
+def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     out = io.StringIO()
     with Progress(Console(file=out, width=40), 10, Phases()) as progress:
         progress.show(3, METRICS, [0.1, 0.25])
@@ -130,20 +136,17 @@ def test_without_a_terminal_each_step_is_one_plain_line():
         assert part in line
 
 
-def test_on_a_terminal_a_panel_shows_numbers_phases_and_what_is_running():
+def test_on_a_terminal_a_panel_shows_numbers_phases_and_what_is_running() -> None:
     out = io.StringIO()
     phases = Phases()
-    with (
-        Progress(Console(file=out, force_terminal=True, width=120), 10, phases) as progress,
-        phases("update"),
-    ):
+    with Progress(Console(file=out, force_terminal=True, width=120), 10, phases) as progress, phases("update"):
         progress.show(3, METRICS, [0.1, 0.25])
     text = out.getvalue()
     for part in ("step 3/10", "0.250", "generate", "1.250 s", sparkline([0.1, 0.25])):
         assert part in text
 
 
-def test_phases_add_up_and_survive_an_error():
+def test_phases_add_up_and_survive_an_error() -> None:
     phases = Phases()
     for _ in range(2):
         with phases("a"):
@@ -154,7 +157,7 @@ def test_phases_add_up_and_survive_an_error():
     assert phases.running == ""
 
 
-def test_a_sparkline_runs_from_the_smallest_to_the_largest_value():
+def test_a_sparkline_runs_from_the_smallest_to_the_largest_value() -> None:
     assert sparkline([0, 0.5, 1]) == "▁▅█"
     assert sparkline([2, 2]) == "▁▁"
     assert sparkline([]) == ""

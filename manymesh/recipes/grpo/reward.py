@@ -94,9 +94,7 @@ class Reward:
         if not callable(function):
             known = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
             raise ConfigError(
-                f"module {module_name!r} has no function {name!r}",
-                where=where,
-                mend=did_you_mean(name, known),
+                f"module {module_name!r} has no function {name!r}", where=where, mend=did_you_mean(name, known)
             )
         try:
             inspect.signature(function).bind([], [], **config.options)
