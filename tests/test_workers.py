@@ -1,0 +1,371 @@
+"""The workers on real engines: layouts never change the numbers; policy and rollout speak of the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.distributed.tensor import DTensor
+
+from core.batch import jagged_from, num_rows, select, take, to_padded, with_metadata
+from core.dispatch import deal_rows
+from core.errors import ConfigError, Refused
+from core.protocols import LogProbKind, LossSpec, SamplingParams
+from core.worker import Shard, WorkerContext, placed
+from manymesh.workers import (
+    ActorRolloutRefConfig,
+    ActorRolloutRefWorker,
+    MicroBatchConfig,
+    Role,
+    RolloutWorkerConfig,
+    TrainingWorker,
+    TrainingWorkerConfig,
+)
+from sdk.testing import RankPool, tiny_model
+
+LOSS = "manymesh.recipes.grpo.loss:policy_loss"
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_model(tmp_path_factory.mktemp("workers") / "model")
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[RankPool]:
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """Workers made in a test have a world of their own."""
+    with placed(WorkerContext()):
+        yield
+
+
+def training_batch(num_rows: int = 8, seed: int = 0) -> TensorDict:
+    """Rows of very unequal length, from 3 to 60 tokens."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.linspace(3, 60, num_rows).long()[torch.randperm(num_rows, generator=random)]
+    total = int(lengths.sum())
+    ids: Any = jagged_from(torch.randint(3, 64, (total,), generator=random), lengths)
+
+    def column(values: torch.Tensor) -> torch.Tensor:
+        return torch.nested.nested_tensor_from_jagged(values, ids.offsets())
+
+    positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
+    columns = {
+        "input_ids": ids,
+        "response_mask": column(positions >= 2),
+        "old_log_probs": column(-4 + torch.rand(total, generator=random)),
+        "ref_log_probs": column(-4 + torch.rand(total, generator=random)),
+        "advantages": column(torch.randn(total, generator=random)),
+    }
+    return TensorDict(columns, batch_size=[num_rows])
+
+
+def worker_config(
+    model: str, max_rows: int = 8, packing: bool = False, *, lr: float = 1e-3, **loss: Any
+) -> TrainingWorkerConfig:
+    engine = {"model": model, "packing": packing, "optimizer": {"lr": lr, "max_grad_norm": 0.0}}
+    return TrainingWorkerConfig(
+        engine=engine, micro_batch=MicroBatchConfig(max_rows=max_rows), loss=LossSpec(LOSS, {"kl_coef": 0.1, **loss})
+    )
+
+
+def train(
+    rank: int, world_size: int, config: TrainingWorkerConfig, batch: TensorDict, num_mini_batches: int = 1
+) -> tuple[dict[str, float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """One call of train_mini_batch: this rank's metrics, the last gradient and the weights afterwards."""
+    shards = deal_rows(num_rows(batch), world_size, num_mini_batches, "a test")
+    with placed(WorkerContext(rank=rank, world_size=world_size), shards[rank]):
+        worker = TrainingWorker(config)
+        worker.reset()
+        metrics = worker.train_mini_batch(take(batch, shards[rank].ranges), num_mini_batches)
+    engine: Any = worker.engine
+    named = dict(engine._loaded.model.named_parameters())
+    gradient = {name: full(parameter.grad) for name, parameter in named.items()}
+    weights = {name: full(parameter.detach()) for name, parameter in named.items()}
+    return {name: metric.total for name, metric in metrics.items()}, gradient, weights
+
+
+def full(tensor: Any) -> torch.Tensor:
+    whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole
+
+
+def relative(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:
+    """Norm of the difference over the norm of `b`."""
+    difference = sum(float((a[name] - b[name]).square().sum()) for name in b)
+    return float((difference / sum(float(each.square().sum()) for each in b.values())) ** 0.5)
+
+
+@pytest.mark.parametrize("normalise", ["token-mean", "sequence-mean"])
+def test_loss_and_gradient_are_the_same_for_any_dp_micro_batching_and_packing(
+    model: str, two_ranks: RankPool, four_ranks: RankPool, normalise: str
+) -> None:
+    batch = training_batch()
+    losses, gradient, _ = train(0, 1, worker_config(model, normalise=normalise), batch)
+    assert relative(gradient, {name: torch.zeros_like(g) + 1e-9 for name, g in gradient.items()}) > 1
+    layouts: list[tuple[RankPool | None, int, bool]] = [
+        (None, 4, False),
+        (None, 1, False),
+        (None, 8, True),
+        (None, 2, True),
+        (two_ranks, 8, False),
+        (two_ranks, 1, True),
+        (four_ranks, 2, False),
+        (four_ranks, 1, False),
+    ]
+    for ranks, max_rows, packing in layouts:
+        config = worker_config(model, max_rows, packing, normalise=normalise)
+        answers = ranks.run(train, config, batch) if ranks else [train(0, 1, config, batch)]
+        assert sum(answer[0]["loss"] for answer in answers) == pytest.approx(losses["loss"], rel=1e-5, abs=1e-7)
+        assert answers[0][0]["grad_norm"] == pytest.approx(losses["grad_norm"], rel=1e-5)
+        assert relative(answers[0][1], gradient) < 1e-5, (max_rows, packing)
+
+
+def test_dp_never_changes_which_rows_make_an_optimizer_step(model: str, two_ranks: RankPool) -> None:
+    config, batch = worker_config(model), training_batch()
+    before = train(0, 1, worker_config(model, lr=0.0), batch)[2]
+    alone = train(0, 1, config, batch, 2)[2]
+    together = two_ranks.run(train, config, batch, 2)[0][2]
+    moved = {name: alone[name] - before[name] for name in alone}
+    error = {name: together[name] - before[name] for name in alone}
+    assert relative(error, moved) < 1e-3
+
+
+def test_ranks_with_fewer_micro_batches_run_filler_that_counts_nothing(model: str, two_ranks: RankPool) -> None:
+    # Rank 0 gets the long rows: by tokens it needs more micro-batches than rank 1.
+    batch = training_batch(8)
+    order = torch.argsort(batch["input_ids"].offsets().diff(), descending=True)
+    batch = select(batch, order)
+    whole = attrs.evolve(worker_config(model), micro_batch=MicroBatchConfig(max_tokens=10_000))
+    cut = attrs.evolve(whole, micro_batch=MicroBatchConfig(max_tokens=64))
+    losses, gradient, _ = train(0, 1, whole, batch)
+    answers = two_ranks.run(train, cut, batch)
+    assert sum(answer[0]["loss"] for answer in answers) == pytest.approx(losses["loss"], rel=1e-5, abs=1e-7)
+    assert relative(answers[0][1], gradient) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def trainer(model: str) -> TrainingWorker:
+    with placed(WorkerContext()):
+        worker = TrainingWorker(worker_config(model, max_rows=3))
+        worker.reset()
+    return worker
+
+
+def test_outputs_come_in_the_rows_order_and_in_the_batchs_form(trainer: TrainingWorker) -> None:
+    batch = training_batch()
+    answer = trainer.infer_batch(batch, ("log_probs", "entropy"))
+    assert answer is not None
+    outputs = answer[0]
+    assert outputs is not None
+    for row in range(8):
+        single = trainer.infer_batch(take(batch, [(row, row + 1)]))
+        assert single is not None
+        assert single[0] is not None
+        assert torch.allclose(
+            take(outputs, [(row, row + 1)])["log_probs"].values(), single[0]["log_probs"].values(), atol=1e-5
+        )
+    assert (outputs["log_probs"] * batch["input_ids"]).shape[0] == 8  # they share their offsets
+    padded = trainer.infer_batch(to_padded(batch, multiple=7))
+    assert padded is not None
+    assert padded[0] is not None
+    mask = to_padded(batch, multiple=7)["attention_mask"]
+    assert padded[0]["log_probs"].shape == mask.shape
+    assert torch.allclose(padded[0]["log_probs"][mask], outputs["log_probs"].values(), atol=1e-5)
+
+
+def test_an_evaluation_loss_is_the_training_loss_without_a_step(trainer: TrainingWorker, model: str) -> None:
+    batch = training_batch()
+    answer = trainer.infer_batch(batch, (), with_loss=True)
+    assert answer is not None
+    assert answer[0] is None
+    assert answer[1]["loss"].value == pytest.approx(train(0, 1, worker_config(model), batch)[0]["loss"], rel=1e-5)
+
+
+def test_bad_requests_are_refused_and_the_worker_stays_healthy(trainer: TrainingWorker, model: str) -> None:
+    batch = training_batch()
+    with pytest.raises(Refused, match="no output"):
+        trainer.infer_batch(batch, ("values",))
+    with pytest.raises(Refused, match="equal mini-batches"):
+        trainer.train_mini_batch(batch, 3)
+    with pytest.raises(Refused, match="no loss"):
+        TrainingWorker(attrs.evolve(worker_config(model), loss=None)).train_batch(batch)
+    assert trainer.infer_batch(batch) is not None
+
+
+# ---------------------------------------------------------------------------------------------- actor, rollout, ref
+
+
+def whole_config(model: str, role: str = "actor_rollout_ref", **rollout: Any) -> ActorRolloutRefConfig:
+    return ActorRolloutRefConfig(
+        role=Role(role),
+        actor=worker_config(model),
+        ref=worker_config(model),
+        rollout=RolloutWorkerConfig(engine={"model": model}, **rollout),
+    )
+
+
+@pytest.fixture
+def whole(model: str) -> ActorRolloutRefWorker:
+    worker = ActorRolloutRefWorker(whole_config(model, bucket_mb=0))
+    worker.init_model()
+    return worker
+
+
+def prompts(num_prompts: int = 4) -> TensorDict:
+    lengths = torch.arange(num_prompts) % 3 + 2
+    ids = torch.randint(3, 64, (int(lengths.sum()),), generator=torch.Generator().manual_seed(1))
+    return TensorDict({"prompt_ids": jagged_from(ids, lengths)}, batch_size=[num_prompts])
+
+
+def log_prob_gap(worker: ActorRolloutRefWorker, sampled: TensorDict) -> float:
+    """Largest difference between the rollout's and the trainer's log-probs of the sampled tokens."""
+    scored = worker.compute_log_prob(sampled)
+    assert scored is not None
+    mask = sampled["response_mask"].values()
+    gap = sampled["rollout_log_probs"].values() - scored["old_log_probs"].values()
+    return float(gap[mask].abs().max())
+
+
+@contextmanager
+def failing_bucket(rollout: Any, number: int) -> Iterator[None]:
+    """The rollout's load_bucket raises at its number-th call."""
+    load, calls = rollout.load_bucket, []
+
+    def limited(bucket: Any) -> None:
+        calls.append(bucket)
+        if len(calls) == number:
+            raise OSError("the link is down")
+        load(bucket)
+
+    rollout.load_bucket = limited
+    try:
+        yield
+    finally:
+        rollout.load_bucket = load
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_policy_and_rollout_agree_on_log_probs_before_and_after_an_update(
+    whole: ActorRolloutRefWorker, temperature: float
+) -> None:
+    sampling = SamplingParams(num_samples=2, max_new_tokens=8, temperature=temperature, seed=1, ignore_eos=True)
+    for _ in range(2):
+        sampled = whole.generate_sequences(prompts(), sampling)
+        assert log_prob_gap(whole, sampled) < 1e-4
+        batch = sampled.select("input_ids", "response_mask", "temperature")
+        scored = whole.compute_log_prob(batch)
+        reference = whole.compute_ref_log_prob(batch)
+        assert scored is not None
+        assert reference is not None
+        batch["old_log_probs"], batch["ref_log_probs"] = scored["old_log_probs"], reference["ref_log_probs"]
+        batch["advantages"] = torch.nested.nested_tensor_from_jagged(
+            torch.randn(len(batch["input_ids"].values())), batch["input_ids"].offsets()
+        )
+        whole.update_actor(batch)
+        stale = whole.generate_sequences(prompts(), sampling)
+        assert log_prob_gap(whole, stale) > 1e-4
+        assert stale["weight_version"].tolist() == [whole.weight_version - 1] * 8
+        with pytest.raises(Refused):
+            whole.generate_sequences(prompts(), sampling, min_version=whole.weight_version)
+        assert whole.update_weights() == whole.weight_version
+    assert log_prob_gap(whole, whole.generate_sequences(prompts(), sampling, whole.weight_version)) < 1e-4
+
+
+def test_the_reference_keeps_its_weights_while_the_policy_learns(whole: ActorRolloutRefWorker) -> None:
+    batch = training_batch()
+    before = whole.compute_ref_log_prob(batch)
+    whole.update_actor(batch)
+    after, policy = whole.compute_ref_log_prob(batch), whole.compute_log_prob(batch)
+    assert before is not None
+    assert after is not None
+    assert policy is not None
+    assert torch.equal(before["ref_log_probs"].values(), after["ref_log_probs"].values())
+    assert not torch.allclose(policy["old_log_probs"].values(), after["ref_log_probs"].values(), atol=1e-4)
+
+
+def test_an_update_that_fails_midway_leaves_no_valid_weights_until_the_next(whole: ActorRolloutRefWorker) -> None:
+    sampling = SamplingParams(max_new_tokens=4, seed=1)
+    whole.update_actor(training_batch())
+    with failing_bucket(whole.rollout, 3), pytest.raises(OSError, match="link"):
+        whole.update_weights()
+    assert whole.rollout is not None
+    assert whole.rollout.weight_version is None
+    with pytest.raises(Refused):
+        whole.generate_sequences(prompts(), sampling)
+    assert whole.update_weights() == 1
+    assert log_prob_gap(whole, whole.generate_sequences(prompts(), sampling)) < 1e-4
+
+
+def test_released_weights_come_back_with_the_next_update_and_not_before(model: str) -> None:
+    worker = ActorRolloutRefWorker(whole_config(model, "actor_rollout", release_after_generate=True))
+    worker.init_model()
+    sampling = SamplingParams(max_new_tokens=4, seed=1)
+    worker.generate_sequences(prompts(), sampling)
+    with pytest.raises(Refused):
+        worker.generate_sequences(prompts(), sampling)
+    worker.update_weights()
+    assert log_prob_gap(worker, worker.generate_sequences(prompts(), sampling)) < 1e-4
+
+
+def test_prompts_without_an_id_are_numbered_by_the_drivers_rows(whole: ActorRolloutRefWorker) -> None:
+    with placed(WorkerContext(), Shard(((6, 8), (10, 12)), 2)):
+        sampled = whole.generate_sequences(prompts(), SamplingParams(num_samples=2, max_new_tokens=2))
+    assert sampled["prompt_id"].tolist() == [6, 6, 7, 7, 10, 10, 11, 11]
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_a_role_has_its_parts_and_refuses_what_belongs_to_others(model: str, role: Role) -> None:
+    worker = ActorRolloutRefWorker(whole_config(model, role))
+    with pytest.raises(Refused, match=r"call init_model first|choose a role"):
+        worker.compute_log_prob(training_batch())
+    worker.init_model()
+    assert sorted(worker.meshes) == sorted(role.parts)
+    calls = {
+        "actor": lambda: worker.compute_log_prob(training_batch()),
+        "ref": lambda: worker.compute_ref_log_prob(training_batch()),
+        "rollout": lambda: worker.generate_sequences(
+            prompts(), SamplingParams(max_new_tokens=2, log_probs=LogProbKind.RAW)
+        ),
+    }
+    for part, call in calls.items():
+        if part in role.parts:
+            assert call() is not None
+        else:
+            with pytest.raises(Refused, match=f"has no {part}"):
+                call()
+
+
+def test_a_role_without_the_config_of_its_parts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="actor, rollout"):
+        ActorRolloutRefConfig(role=Role.ACTOR_ROLLOUT)
+
+
+def test_a_checkpoint_brings_back_policy_step_and_version(model: str, tmp_path: Path) -> None:
+    first, second = (ActorRolloutRefWorker(whole_config(model, "actor")) for _ in range(2))
+    for worker in (first, second):
+        worker.init_model()
+    first.update_actor(training_batch())
+    first.save_checkpoint(str(tmp_path / "step-1"), 1)
+    assert second.load_checkpoint(str(tmp_path / "step-1")) == 1 == second.weight_version
+    scores = [worker.compute_log_prob(with_metadata(training_batch(), temperature=0.5)) for worker in (first, second)]
+    assert scores[0] is not None
+    assert scores[1] is not None
+    assert torch.equal(scores[0]["old_log_probs"].values(), scores[1]["old_log_probs"].values())
