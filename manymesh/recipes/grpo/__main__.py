@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -54,6 +56,9 @@ def train(file: str, overrides: Sequence[str] = (), *, resume: bool = False) -> 
 
 def guarded(command: Callable[[], int], *, verbose: bool = False) -> int:
     """Run a command; our own errors are printed without Python's traceback and give 1."""
+    # Bars for each file that transformers writes or reads, and torch's word on a function it renamed.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     try:
         return command()
     except ManymeshError as error:
