@@ -46,7 +46,7 @@ def save(path: str, tensors: dict[str, Any], contents: Contents, group: Any) -> 
     Raises:
         Refused: on all ranks, where any could not write. What was at `path` before is untouched.
     """
-    final = Path(path)
+    final = Path(path).absolute()
     partial = final.with_name(final.name + ".partial")
     on_first_rank(group, lambda: _prepare(partial))
     try:
@@ -63,7 +63,7 @@ def check(path: str, wanted: Contents, group: Any) -> Contents:
     Raises:
         Refused: on all ranks, where there is no checkpoint, it is damaged, or it is of another model.
     """
-    return on_first_rank(group, lambda: _checked(Path(path), wanted))
+    return on_first_rank(group, lambda: _checked(Path(path).absolute(), wanted))
 
 
 def read_tensors(path: str, tensors: dict[str, Any]) -> None:

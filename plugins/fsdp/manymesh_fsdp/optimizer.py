@@ -86,7 +86,7 @@ class ScheduledAdamW:
         square = torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float32)).square().sum()
         if dist.get_world_size(self._group) > 1:
             dist.all_reduce(square, group=self._group)
-        norm = math.sqrt(square) if math.isfinite(square) else float(square)
+        norm = float(square.sqrt())  # the step's one wait for the device
         if not math.isfinite(norm):
             return StepInfo(norm, skipped=True)
         limit = self._config.max_grad_norm

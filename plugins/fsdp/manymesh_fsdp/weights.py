@@ -20,7 +20,6 @@ from transformers.core_model_loading import (
     PrefixChange,
     WeightConverter,
     WeightRenaming,
-    apply_converters,
     dot_natural_key,
     rename_source_key,
     revert_weight_conversion,
@@ -56,8 +55,7 @@ class NamedWeights:
         self._model = model
         self._conversions = [
             each
-            for each in getattr(model, "_weight_conversions", None)
-            or get_model_conversion_mapping(model, add_legacy=False)
+            for each in get_model_conversion_mapping(model, add_legacy=False)
             if not isinstance(each, PrefixChange)  # as revert_weight_conversion does for models made from a config
         ]
         self.units = self._find_units()
@@ -68,7 +66,7 @@ class NamedWeights:
         members: dict[str, list[str]] = {}
         tensors = persistent(self._model)
         for name in tensors:
-            members.setdefault(apply_converters(name, converters)[0], []).append(name)
+            members.setdefault(rename_source_key(name, [], converters)[0], []).append(name)
         units = []
         for names in members.values():
             shells = {name: torch.empty(tensors[name].shape, device="meta") for name in names}

@@ -46,7 +46,7 @@ def test_training_goes_on_as_if_unbroken_at_any_world_size(on, qwen3, tmp_path, 
 
 
 def test_a_checkpoint_before_the_first_step_goes_on_too(on, qwen3, tmp_path) -> None:
-    """Adam's count of steps is 0 then, which its bias correction depends on."""
+    """Adam's state and count of steps are there before the first step, and are those of no step."""
     engine = build(qwen3)
     engine.save_checkpoint(str(tmp_path / "start"), step=0)
     want = train(0, 1, qwen3, BATCHES[:2])

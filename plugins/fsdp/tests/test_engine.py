@@ -310,3 +310,13 @@ def test_an_engine_that_was_shut_down_says_so(on, qwen3) -> None:
         engine.forward_backward([TensorDict({}, batch_size=[0])], None, LossScale(1, 1), forward_only=True)
     engine.initialize()
     assert step(engine, make_batch())[2] is False
+
+
+def test_the_readmes_example_runs(on, qwen3, tmp_path, monkeypatch, capsys) -> None:
+    readme = Path(__file__).parent.parent / "README.md"
+    code = readme.read_text().split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)  # this process has its world already
+    exec(code.replace("path/to/model", qwen3), {})
+    assert "skipped=False" in capsys.readouterr().out
+    assert (tmp_path / "step-1" / "manymesh.json").is_file()
