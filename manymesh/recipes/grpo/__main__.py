@@ -70,7 +70,7 @@ def guarded(command: Callable[[], int], *, verbose: bool = False) -> int:
     except KeyboardInterrupt:
         if verbose:
             traceback.print_exc()
-        print("interrupted; --resume goes on from the latest checkpoint", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return INTERRUPTED
 
 

@@ -107,6 +107,11 @@ class GrpoTrainer:
                         _attempt(progress, tracker.draw)
             if run.save_every and saved != step:
                 self.checkpoints.save(step, lambda path: group.save_checkpoint(path, step))
+        except KeyboardInterrupt:
+            latest = self.checkpoints.latest()
+            again = f"python -m manymesh.recipes.grpo --config {self.directory / 'config.yaml'} --resume"
+            progress.note(f"stopped after step {step}; from step {latest[0] if latest else 0} goes on: {again}")
+            raise
         finally:
             _attempt(progress, tracker.draw)
             _attempt(progress, tracker.close)
