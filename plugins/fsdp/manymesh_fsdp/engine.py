@@ -138,7 +138,7 @@ class FsdpEngine:
         forward_only: bool = False,
         outputs: frozenset[str] = frozenset(),
     ) -> list[MicroResult]:
-        """Collective; see core.protocols. Kept outputs stay on the engine's device; a failed pass leaves no gradients.
+        """Collective; see core.protocols. Kept outputs stay on the engine's device; training that fails leaves no gradients.
 
         Raises:
             Refused: an output that the engine doesn't have, a batch that isn't padded, weights that are on CPU, or
@@ -180,7 +180,8 @@ class FsdpEngine:
                     kept = {name: made[name] for name in outputs} if forward_only else {}
                     results.append(MicroResult(TensorDict(kept, batch.batch_size) if kept else None, metrics))
         except BaseException:
-            drop_gradients(model)
+            if not forward_only:
+                drop_gradients(model)
             raise
         finally:
             # Full parameters that outlive the pass would hide what is written to the shards from the next pass.

@@ -261,6 +261,26 @@ def test_an_evaluation_gives_metrics_and_outputs_and_leaves_no_gradient(on, qwen
     assert first.metrics["loss"].total + second.metrics["loss"].total == pytest.approx(loss, rel=1e-5)
 
 
+def test_an_evaluation_between_backward_and_step_changes_no_gradient_even_if_it_fails(on, qwen3) -> None:
+    def job(rank: int, world_size: int) -> None:
+        class Failing(PolicyLoss):
+            def __call__(self, outputs: Any, batch: Any, scale: Any) -> Any:
+                raise Refused("the batch lacks a column")
+
+        engine, undisturbed, batch = build(qwen3), build(qwen3), make_batch()
+        for each in (engine, undisturbed):
+            each.optimizer_zero_grad()
+            each.forward_backward(shares(batch, rank, world_size, 2), PolicyLoss(), scale_of(batch))
+            if each is engine:
+                infer(each, make_batch(seed=1))
+                with pytest.raises(Refused, match="lacks a column"):
+                    each.forward_backward([batch], Failing(), scale_of(batch), forward_only=True)
+        assert engine.optimizer_step() == undisturbed.optimizer_step()
+
+    for world_size in (1, 2):
+        on(world_size, job)
+
+
 def test_filler_rows_change_nothing(on, qwen3) -> None:
     batch = make_batch((9, 5, 7, 0, 4))
     filled = batch.clone()
