@@ -138,7 +138,7 @@ class FsdpEngine:
         forward_only: bool = False,
         outputs: frozenset[str] = frozenset(),
     ) -> list[MicroResult]:
-        """Collective; see core.protocols. Kept outputs stay on the engine's device; training that fails leaves no gradients.
+        """Collective; see core.protocols. Kept outputs stay on the device; training that fails leaves no gradients.
 
         Raises:
             Refused: an output that the engine doesn't have, a batch that isn't padded, weights that are on CPU, or
