@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from core.errors import ConfigError, Refused
 from manymesh.recipes.grpo.__main__ import main
 from manymesh.recipes.grpo.config import GrpoConfig
+from manymesh.recipes.grpo.launch import need_cluster
 from manymesh.recipes.grpo.trainer import GrpoTrainer, changed
 from manymesh.workers import Role
 
@@ -166,3 +168,15 @@ def test_what_differs_between_two_configs_is_told_by_path() -> None:
         "gone: 1 -> None",
     ]
     assert changed(before, before) == []
+
+
+def test_a_cluster_s_address_where_nobody_answers_is_refused_at_once() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(Refused, match=address) as refused:
+            need_cluster(address)
+        assert refused.value.where == "RAY_ADDRESS"
+        silent.listen()
+        need_cluster(address)
+    need_cluster("auto")

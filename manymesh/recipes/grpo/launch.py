@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,23 +28,39 @@ def ray_cluster(pool: PoolConfig) -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS")
     # Workers' output stays in Ray's log files: the end of it is in the error of a worker that fails.
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
-    try:
-        if address:
-            ray.init(address=address, **quiet)
-        else:
-            cpus = math.ceil(pool.world_size * pool.cpus_per_process)
-            ray.init(num_cpus=max(cpus, 1), include_dashboard=False, **quiet)
-    except ConnectionError as error:
-        raise Refused(
-            f"cannot connect to the Ray cluster at {address!r}",
-            have=error,
-            where="RAY_ADDRESS",
-            mend="start it (ray start --head), or unset RAY_ADDRESS to use this machine alone",
-        ) from error
+    if address:
+        need_cluster(address)
+        ray.init(address=address, **quiet)
+    else:
+        cpus = math.ceil(pool.world_size * pool.cpus_per_process)
+        ray.init(num_cpus=max(cpus, 1), include_dashboard=False, **quiet)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def need_cluster(address: str, timeout_s: float = 5.0) -> None:
+    """See that somebody listens at a cluster's address; Ray itself tries for two minutes and then exits.
+
+    Args:
+        address: "host:port" or "ray://host:port". Others ("auto") are left to Ray.
+
+    Raises:
+        Refused: nobody does.
+    """
+    host, _, port = address.rpartition("//")[2].rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=timeout_s).close()
+    except OSError as error:
+        raise Refused(
+            f"no Ray cluster answers at {address!r}",
+            have=error,
+            where="RAY_ADDRESS",
+            mend="start it (ray start --head), or unset RAY_ADDRESS to use this machine alone",
+        ) from error
 
 
 @contextmanager

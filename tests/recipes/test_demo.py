@@ -1,0 +1,75 @@
+"""The demo as a user runs it: minutes, so not in the base suite."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from manymesh.recipes.grpo.tracking import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def command(directory: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "manymesh.recipes.demo", "--dir", str(directory), *arguments]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_demo_learns_to_copy_digits_within_two_minutes(seed: int, tmp_path: Path) -> None:
+    done = subprocess.run(command(tmp_path / "run", f"--seed={seed}"), capture_output=True, text=True, timeout=390)
+    assert done.returncode == 0, done.stderr
+    rewards = re.search(r"^reward (\S+) -> (\S+) in", done.stdout, re.MULTILINE)
+    seconds = re.search(r"^all in all (\S+) s$", done.stdout, re.MULTILINE)
+    assert rewards
+    assert seconds
+    assert float(rewards[1]) < 0.2
+    assert float(rewards[2]) >= 0.9
+    assert float(seconds[1]) < 120
+    assert (tmp_path / "run" / "reward.png").exists()
+
+
+def test_ctrl_c_ends_all_processes_and_says_how_to_go_on(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    process = subprocess.Popen(
+        command(directory, "run.save_every=2"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.monotonic() + 120
+    while len(read_metrics(directory / "metrics.jsonl")) < 3 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    children = descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    again = re.search(r"goes on: python -m (manymesh.recipes.grpo --config \S+ --resume)", said)
+    assert again, said
+    assert "Traceback" not in said
+    assert len(children) > 2
+    assert not [pid for pid in children if alive(pid)]
+
+    steps = len(read_metrics(directory / "metrics.jsonl")) + 1
+    subprocess.run([sys.executable, "-m", *again[1].split(), f"run.steps={steps}"], check=True, timeout=200)
+    assert [line["step"] for line in read_metrics(directory / "metrics.jsonl")] == list(range(1, steps + 1))
+
+
+def descendants(pid: int) -> list[int]:
+    table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    parents = [tuple(map(int, line.split())) for line in table.splitlines()]
+    found = [pid]
+    for parent in found:
+        found += [child for child, its_parent in parents if its_parent == parent]
+    return found[1:]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
