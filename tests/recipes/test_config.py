@@ -120,6 +120,7 @@ def test_prompts_that_divide_are_taken(plain: dict[str, Any], prompts: int, mini
         ("reward.function", "nowhere:f", "nowhere"),
         ("data.path", "/no/data.jsonl", "cannot read the data file"),
         ("data.chat", True, "no chat template"),
+        ("run.dir", "/dev/null/run", "cannot make the run's directory"),
     ],
 )
 def test_what_a_run_would_stumble_over_is_refused_before_it_starts(

@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,10 @@ class GrpoTrainer:
         self.checkpoints = Checkpoints(self.directory / "checkpoints", config.run.keep_last)
         self.version = 0  # of the rollout's weights
         self.phases = Phases()
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Refused("cannot make the run's directory", have=error, where="run.dir") from error
 
     def run(self, group: WorkerGroup, console: Console | None = None) -> Outcome:
         """Train until `run.steps` or `run.stop_at_reward`; saves as it goes, and at the end.
@@ -100,13 +105,13 @@ class GrpoTrainer:
                 while step < run.steps and not self._solved(tracker.rewards()):
                     metrics, samples = self.step(group, step)
                     step += 1
-                    _attempt(progress, lambda: tracker.log(step, metrics, samples))  # noqa: B023
+                    _attempt(progress, tracker.log, step, metrics, samples)
                     progress.show(step, metrics, tracker.rewards())
                     if run.save_every and step % run.save_every == 0:
                         saved = step if self._save(group, step, progress) else saved
                         _attempt(progress, tracker.draw)
             if run.save_every and saved != step:
-                self.checkpoints.save(step, lambda path: group.save_checkpoint(path, step))
+                self.checkpoints.save(step, partial(group.save_checkpoint, step=step))
         except KeyboardInterrupt:
             latest = self.checkpoints.latest()
             again = f"python -m manymesh.recipes.grpo --config {self.directory / 'config.yaml'} --resume"
@@ -189,11 +194,11 @@ class GrpoTrainer:
                 progress.warn(f"the config differs from that of the run so far: {path}")
         if self.data.num_dropped:
             progress.note(f"{self.data.num_dropped} prompts are too long and left out")
-        _attempt(progress, lambda: file.write_text(yaml.safe_dump(now, sort_keys=False)))
+        _attempt(progress, file.write_text, yaml.safe_dump(now, sort_keys=False))
 
     def _save(self, group: WorkerGroup, step: int, progress: Progress) -> bool:
         try:
-            self.checkpoints.save(step, lambda path: group.save_checkpoint(path, step))
+            self.checkpoints.save(step, partial(group.save_checkpoint, step=step))
         except Refused as error:
             kept = self.checkpoints.latest()
             good = f"the last good one is {kept[1]}" if kept else "there is none yet"
@@ -276,9 +281,9 @@ def _seeded(sampling: SamplingParams, seed: int, step: int) -> SamplingParams:
     return attrs.evolve(sampling, seed=int(np.random.SeedSequence(entropy).generate_state(1)[0]))
 
 
-def _attempt(progress: Progress, write: Callable[[], object]) -> None:
-    """Run what writes for people to read: a full disk must not end the training."""
+def _attempt(progress: Progress, write: Callable[..., object], *args: Any) -> None:
+    """Write something for people to read: a full disk must not end the training."""
     try:
-        write()
+        write(*args)
     except OSError as error:
         progress.warn(f"could not be written: {error}")
