@@ -1,7 +1,8 @@
 """A GRPO step as one would write it by hand for one model and one task: the floor of benchmarks/grpo_step.py.
 
 The same arithmetic as the demo's: transformers' generate with a copy of the weights on each rank, FSDP2, log-probs of
-the old policy, group-normalised advantages, the clipped loss, AdamW, and the weights copied back by full_tensor. No
+the old policy, group-normalised advantages, the clipped loss with its entropy bonus, AdamW, and the weights copied back
+by full_tensor. No
 batches cross processes, nothing is checked, planned or measured.
 """
 
@@ -72,14 +73,15 @@ def step(rank: int, world_size: int, num_prompts: int, num_samples: int) -> floa
         groups = rewards.view(share, num_samples)
         advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
         advantages = advantages.view(-1, 1)
-        old = response_log_probs(model, ids, width)
+        old, _ = response_log_probs(model, ids, width)
     sampled = torch.ones_like(ids[:, width:], dtype=torch.bool)
     eos = tokenizer.eos_token_id
     sampled[:, 1:] = (ids[:, width:-1] == eos).cumsum(1) == 0
     num_tokens = sampled.sum().float()
     torch.distributed.all_reduce(num_tokens)
-    ratio = (response_log_probs(model, ids, width) - old).exp()
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+    log_probs, entropy = response_log_probs(model, ids, width)
+    ratio = (log_probs - old).exp()
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages) - 0.05 * entropy
     loss = (loss * sampled).sum() / num_tokens
     (loss * world_size).backward()  # FSDP averages
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -91,7 +93,9 @@ def step(rank: int, world_size: int, num_prompts: int, num_samples: int) -> floa
     return float(rewards.mean())
 
 
-def response_log_probs(model: Any, ids: torch.Tensor, width: int) -> torch.Tensor:
-    """(rows, response tokens)."""
+def response_log_probs(model: Any, ids: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of the response's tokens and entropies, both (rows, response tokens)."""
     logits = model(input_ids=ids, use_cache=False).logits[:, width - 1 : -1]
-    return -torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, width:], reduction="none")
+    log_softmax = logits.log_softmax(-1)
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    return log_softmax.gather(-1, ids[:, width:, None]).squeeze(-1), entropy

@@ -50,7 +50,18 @@ def with_metadata(batch: TensorDict, **values: Any) -> TensorDict:
 
 def object_column(values: Sequence[Any]) -> NonTensorStack:
     """One Python object a row, kept by identity."""
-    return NonTensorStack(*[NonTensorData(value) for value in values])
+    # A wrapper costs microseconds and columns often repeat a few words, so equal immutable objects share one.
+    shared: dict[Any, NonTensorData] = {}
+
+    def wrap(value: Any) -> NonTensorData:
+        if type(value) not in (str, int, bool, type(None)):
+            return NonTensorData(value)
+        key = type(value), value
+        if key not in shared:
+            shared[key] = NonTensorData(value)
+        return shared[key]
+
+    return NonTensorStack(*[wrap(value) for value in values])
 
 
 def objects(column: NonTensorStack) -> list[Any]:
@@ -84,11 +95,10 @@ def row_lengths(batch: TensorDictBase) -> torch.Tensor:
     names += [name for name, value in columns(batch).items() if is_jagged(value)]
     for name in names:
         if is_jagged(column := batch.get(name)):
-            lengths: torch.Tensor = contiguous(column).offsets().diff().cpu()
-            return lengths
+            return flat(column)[1].diff().cpu()
     mask = batch.get("attention_mask", None)
     if mask is not None:
-        lengths = mask.sum(1, dtype=torch.int64).cpu()
+        lengths: torch.Tensor = mask.sum(1, dtype=torch.int64).cpu()
         return lengths
     raise Refused(
         "cannot tell the lengths of the batch's rows",
@@ -103,9 +113,16 @@ def contiguous(column: Any) -> Any:
         raise Refused("nested columns have layout torch.jagged", have=column.layout)
     if column._ragged_idx != 1:
         raise Refused("jagged columns have their ragged dim right after rows", have=column._ragged_idx)
-    plain = column.lengths() is None and column.offsets()[0] == 0
-    plain = plain and column.offsets()[-1] == column.values().shape[0]
+    # The attributes, since each public accessor is a dispatch of a tenth of a millisecond.
+    offsets = column._offsets
+    plain = column._lengths is None and int(offsets[0]) == 0 and int(offsets[-1]) == column._values.shape[0]
     return column if plain else column.contiguous()
+
+
+def flat(column: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A jagged column's tokens in row order, and the offsets at which rows begin and end. Detached, not copied."""
+    column = contiguous(column)
+    return column._values.detach(), column._offsets
 
 
 def take(batch: TensorDictBase, ranges: Sequence[Range]) -> TensorDict:
@@ -117,9 +134,8 @@ def take(batch: TensorDictBase, ranges: Sequence[Range]) -> TensorDict:
 
     def rows_of(column: Any) -> Any:
         if is_jagged(column):
-            column = contiguous(column)
-            first, last = column.offsets()[start].item(), column.offsets()[stop].item()
-            return _nested(column.values()[first:last], offsets(column.offsets()))
+            values, old = flat(column)
+            return _nested(values[int(old[start]) : int(old[stop])], offsets(old))
         if isinstance(column, NonTensorData):
             return NonTensorData(column.data, batch_size=[stop - start])
         if isinstance(column, NonTensorStack):
@@ -136,11 +152,10 @@ def select(batch: TensorDictBase, index: torch.Tensor) -> TensorDict:
 
     def rows_of(column: Any) -> Any:
         if is_jagged(column):
-            column = contiguous(column)
-            old, new = column.offsets(), offsets(column.offsets())
-            at = index.to(old.device)
-            shift = torch.repeat_interleave(old[at] - new[:-1], new.diff())
-            return _nested(column.values()[torch.arange(len(shift), device=old.device) + shift], new)
+            values, old = flat(column)
+            new = offsets(old)
+            shift = torch.repeat_interleave(old[index.to(old.device)] - new[:-1], new.diff())
+            return _nested(values[torch.arange(len(shift), device=old.device) + shift], new)
         if isinstance(column, NonTensorData):
             return NonTensorData(column.data, batch_size=[len(index)])
         if isinstance(column, NonTensorStack):
@@ -164,7 +179,7 @@ def concat(batches: Sequence[TensorDictBase], where: str = "") -> TensorDict:
         have = {i: sorted(table) for i, table in enumerate(tables)}
         raise Refused("batches to be joined have different columns", have=have, where=where)
     total = sum(num_rows(batch) for batch in batches)
-    joined_offsets: dict[tuple[int, ...], tuple[list[Any], torch.Tensor]] = {}
+    joined_offsets: dict[tuple[int, ...], tuple[Any, torch.Tensor]] = {}
 
     def join(name: str, parts: list[Any]) -> Any:
         if len({_form(part) for part in parts}) != 1:
@@ -173,51 +188,74 @@ def concat(batches: Sequence[TensorDictBase], where: str = "") -> TensorDict:
             raise Refused(f"column {name!r} cannot be joined", have=forms, where=where, mend=mend)
         first = parts[0]
         if is_jagged(first):
-            parts = [contiguous(part) for part in parts]
-            key = tuple(id(part.offsets()) for part in parts)
-            if key not in joined_offsets:  # the parts are kept too: an id is only its own while it lives
-                joined_offsets[key] = parts, _offsets(torch.cat([part.offsets().diff() for part in parts]))
-            return _nested(torch.cat([part.values() for part in parts]), joined_offsets[key][1])
+            values, olds = zip(*map(flat, parts), strict=True)
+            key = tuple(map(id, olds))
+            if key not in joined_offsets:  # the old ones are kept too: an id is only its own while it lives
+                joined_offsets[key] = olds, _offsets(torch.cat([old.diff() for old in olds]))
+            return _nested(torch.cat(values), joined_offsets[key][1])
         if isinstance(first, NonTensorData):
             if any(not _equal(part.data, first.data) for part in parts):
                 have = [part.data for part in parts]
                 raise Refused(f"metadata {name!r} differs between shards", have=have, where=where)
             return NonTensorData(first.data, batch_size=[total])
         if isinstance(first, NonTensorStack):
-            return object_column([value for part in parts for value in objects(part)])
+            return NonTensorStack(*[item for part in parts for item in part.tensordicts])
         return concat(parts, where) if is_batch(first) else torch.cat(parts)
 
     return _build({name: join(name, [table[name] for table in tables]) for name in tables[0]}, total)
 
 
-def to_padded(batch: TensorDictBase, *, multiple: int = 1, pads: Mapping[str, float] | None = None) -> TensorDict:
+def to_padded(
+    batch: TensorDictBase,
+    *,
+    rows: torch.Tensor | None = None,
+    multiple: int = 1,
+    pads: Mapping[str, float] | None = None,
+) -> TensorDict:
     """Jagged columns padded on the right to (rows, width), with `attention_mask`.
 
     Args:
+        rows: only these rows (int64), in that order; all where not given.
         multiple: the width is rounded up to a multiple.
         pads: what padding holds, by column; 0 elsewhere.
+
+    Raises:
+        Refused: jagged columns differ in the lengths of rows.
     """
     table = columns(batch)
     if not any(is_jagged(column) for column in table.values()):
-        return batch.copy() if isinstance(batch, TensorDict) else batch.to_tensordict()
-    lengths = row_lengths(batch)
+        return select(batch, rows) if rows is not None else batch.select(*table)
+    rest = batch.select(*(name for name, column in table.items() if not is_jagged(column)))
+    out: dict[str, Any] = columns(rest if rows is None else select(rest, rows))
+    lengths = row_lengths(batch) if rows is None else row_lengths(batch)[rows]
     width = int(lengths.max()) if len(lengths) else 0
     width = -(-width // multiple) * multiple
     mask = torch.arange(width)[None, :] < lengths[:, None]
-    out: dict[str, Any] = {}
-    for name, column in table.items():
-        if not is_jagged(column):
-            out[name] = column
+    places: dict[int, tuple[Any, torch.Tensor, torch.Tensor]] = {}  # by offsets, which are kept: see concat
+    for name in [name for name, column in table.items() if is_jagged(column)]:
+        values, offsets = flat(table[name])
+        if id(offsets) not in places:
+            starts, ends = offsets[:-1], offsets[1:]
+            if rows is not None:
+                starts, ends = starts[rows.to(offsets.device)], ends[rows.to(offsets.device)]
+            if not torch.equal((ends - starts).cpu(), lengths):
+                raise Refused(
+                    f"column {name!r} is not aligned with the other token columns",
+                    have=(ends - starts).tolist(),
+                    want=lengths.tolist(),
+                )
+            here = mask.to(offsets.device)
+            at = starts[:, None] + torch.arange(width, device=offsets.device)
+            places[id(offsets)] = offsets, here, torch.where(here, at, 0)
+        _, here, at = places[id(offsets)]
+        pad = (pads or {}).get(name, 0)
+        if not len(values):
+            out[name] = values.new_full((*at.shape, *values.shape[1:]), pad)
             continue
-        values = contiguous(column).values()
-        here = mask.to(values.device)
-        if int(here.sum()) != len(values):
-            raise Refused(f"column {name!r} is not aligned with the other token columns")
-        padded = values.new_full((*mask.shape, *values.shape[1:]), (pads or {}).get(name, 0))
-        padded[here] = values
-        out[name] = padded
+        here = here.reshape(*here.shape, *[1] * (values.dim() - 1))
+        out[name] = torch.where(here, values[at], torch.tensor(pad, dtype=values.dtype, device=values.device))
     out.setdefault("attention_mask", mask)
-    return _build(out, num_rows(batch))
+    return _build(out, len(lengths))
 
 
 def to_jagged(batch: TensorDictBase) -> TensorDict:

@@ -114,7 +114,7 @@ def _decode_tensor(wire: WireTensor, copy: bool) -> torch.Tensor:
 def _encode_columns(table: dict[str, Any], rows: tuple[int, ...]) -> WireBatch:
     from tensordict import NonTensorData, NonTensorStack
 
-    from core.batch import columns, contiguous, is_batch, objects
+    from core.batch import columns, flat, is_batch, objects
 
     offsets: list[WireTensor] = []
     seen: dict[int, tuple[torch.Tensor, int]] = {}
@@ -128,12 +128,11 @@ def _encode_columns(table: dict[str, Any], rows: tuple[int, ...]) -> WireBatch:
             return _encode_columns(columns(column), tuple(column.batch_size))
         if not column.is_nested:
             return _encode_tensor(column)
-        column = contiguous(column)
-        key = column.offsets()
+        values, key = flat(column)
         if id(key) not in seen:
             seen[id(key)] = key, len(offsets)
             offsets.append(_encode_tensor(key))
-        return WireJagged(_encode_tensor(column.values()), seen[id(key)][1])
+        return WireJagged(_encode_tensor(values), seen[id(key)][1])
 
     return WireBatch(rows, {name: of(column) for name, column in table.items()}, offsets)
 

@@ -32,9 +32,7 @@ class RankPool:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve,
-                args=(theirs, rank, world_size, port, listener if rank == 0 else None),
-                daemon=True,
+                target=_serve, args=(theirs, rank, world_size, port, listener if rank == 0 else None), daemon=True
             )
             process.start()
             theirs.close()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from core.errors import ConfigError
 from core.protocols import WeightSpec
 from manymesh.workers.actor_rollout_ref import buckets
-from manymesh.workers.micro_batch import MicroBatchConfig, inverse, plan_micro_batches, round_up, widen
+from manymesh.workers.micro_batch import MicroBatchConfig, plan_micro_batches, round_up, widen
 
 row_lengths = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
@@ -44,13 +44,6 @@ def test_widening_reaches_the_agreed_number_and_loses_no_row(lengths: list[int],
     assert sorted(row for part in wider for row in part) == list(range(len(lengths)))
     if len(wider) <= len(lengths):
         assert all(wider)
-
-
-@given(row_lengths)
-def test_the_inverse_puts_results_back_in_order(lengths: list[int]) -> None:
-    plan = widen(plan_micro_batches(lengths, MicroBatchConfig(max_rows=2)), lengths, 5)
-    results = [row for part in plan for row in part]
-    assert [results[place] for place in inverse(plan)] == list(range(len(lengths)))
 
 
 def test_a_padded_micro_batch_costs_its_width_and_a_packed_one_its_tokens() -> None:

@@ -1,6 +1,6 @@
 """The planner of micro-batches: cuts a rank's rows within a budget, longest first. Pure Python.
 
-The order of rows never leaves this room: a plan is lists of row indices, and results are put back by `inverse`.
+A plan is lists of row indices, by which results find back to their rows.
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ def widen(plan: Sequence[Sequence[int]], lengths: Sequence[int], count: int) -> 
     parts = [list(part) for part in plan]
     while len(parts) < count:
         heaviest = max(
-            range(len(parts)),
-            key=lambda i: (len(parts[i]) > 1, sum(lengths[row] for row in parts[i])),
-            default=None,
+            range(len(parts)), key=lambda i: (len(parts[i]) > 1, sum(lengths[row] for row in parts[i])), default=None
         )
         if heaviest is None or len(parts[heaviest]) < 2:
             parts.append([])
@@ -89,12 +87,3 @@ def widen(plan: Sequence[Sequence[int]], lengths: Sequence[int], count: int) -> 
 def round_up(count: int, multiple: int) -> int:
     """The number of micro-batches, as a multiple that the engine asks for."""
     return -(-count // multiple) * multiple
-
-
-def inverse(plan: Sequence[Sequence[int]]) -> list[int]:
-    """Where each row stands in the micro-batches one after another: results[inverse(plan)] is in the rows' order."""
-    flat = [row for part in plan for row in part]
-    places = [0] * len(flat)
-    for place, row in enumerate(flat):
-        places[row] = place
-    return places

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 
-from core.batch import columns, concat, is_jagged, num_rows, row_lengths, select, take, to_jagged, to_padded
+from core.batch import columns, flat, is_jagged, num_rows, row_lengths, take, to_jagged, to_padded
 from core.config import structure
 from core.dispatch import on_mesh, register
 from core.errors import Refused
@@ -19,7 +19,7 @@ from core.protocols import Engine, LossFn, LossScale, LossSpec, Metric, MicroRes
 from core.registry import EngineRegistry
 from core.worker import Worker
 from manymesh.workers.agreed import AGREED
-from manymesh.workers.micro_batch import MicroBatchConfig, inverse, plan_micro_batches, round_up, widen
+from manymesh.workers.micro_batch import MicroBatchConfig, plan_micro_batches, round_up, widen
 
 
 @attrs.frozen
@@ -125,7 +125,8 @@ class TrainingWorker(Worker):
                 "a batch is cut into equal mini-batches",
                 have=f"{num_rows(batch)} rows on this rank, {num_mini_batches} mini-batches, {epochs} epochs",
             )
-        steps = self._plan([take(batch, [(i * run, (i + 1) * run)]) for i in range(num_mini_batches)])
+        cut = range(num_mini_batches) if num_mini_batches > 1 else ()
+        steps = self._plan([take(batch, [(i * run, (i + 1) * run)]) for i in cut] or [batch])
         parts: list[dict[str, Metric]] = []
         with self.engine.train_mode():
             for _ in range(epochs):
@@ -173,7 +174,7 @@ class TrainingWorker(Worker):
     def _plan(self, batches: list[TensorDict]) -> list[_Step]:
         """One step for each batch, with denominators and numbers of micro-batches that all ranks agree on."""
         limits, config = self.engine.limits, self.config.micro_batch
-        rows = [to_jagged(batch) for batch in batches]
+        rows = [to_jagged(batch) if "attention_mask" in batch.keys() else batch for batch in batches]  # noqa: SIM118
         lengths = [row_lengths(each).tolist() for each in rows]
         plans = [
             plan_micro_batches(each, config, packed=limits.packed, sequence_multiple=limits.sequence_multiple)
@@ -208,11 +209,10 @@ class _Step:
     @classmethod
     def cut(cls, rows: TensorDict, plan: list[list[int]], scale: LossScale, multiple: int) -> _Step:
         def micro_batch(part: list[int]) -> TensorDict:
-            if part:
-                return to_padded(select(rows, torch.tensor(part)), multiple=multiple)
-            filler = to_padded(select(rows, torch.tensor([0])), multiple=multiple)
-            filler["row_weight"] = torch.zeros(1)
-            return filler
+            made = to_padded(rows, rows=torch.tensor(part or [0]), multiple=multiple)
+            if not part:
+                made["row_weight"] = torch.zeros(1)
+            return made
 
         return cls([micro_batch(part) for part in plan], plan, scale)
 
@@ -220,22 +220,25 @@ class _Step:
         """The outputs of all micro-batches in the order and form of `batch`."""
         if not outputs:
             return None
-        parts = []
+        lengths = row_lengths(batch)
+        starts = lengths.cumsum(0) - lengths
+        found = {name: torch.zeros(int(lengths.sum())) for name in outputs}
         for part, micro_batch, result in zip(self.plan, self.micro_batches, results, strict=True):
             if part and result.outputs is not None:
-                found = {name: result.outputs[name].cpu() for name in outputs}
-                padded = TensorDict({**found, "attention_mask": micro_batch["attention_mask"]}, batch_size=[len(part)])
-                parts.append(to_jagged(padded))
-        ordered = select(concat(parts), torch.tensor(inverse(self.plan)))
+                mask = micro_batch["attention_mask"]
+                at = (starts[torch.tensor(part)][:, None] + torch.arange(mask.shape[1]))[mask]
+                for name in outputs:
+                    found[name][at] = result.outputs[name].cpu()[mask].to(found[name].dtype)
         mask = batch.get("attention_mask", None)
-        if mask is None:
-            return _share_offsets(ordered, batch)
-        padded = ordered.empty()
-        for name in outputs:
-            values = ordered[name].values()
-            padded[name] = values.new_zeros(mask.shape)
-            padded[name][mask] = values
-        return padded
+        if mask is not None:
+            padded = {name: torch.zeros(mask.shape).masked_scatter_(mask, values) for name, values in found.items()}
+            return TensorDict(padded, batch_size=batch.batch_size)
+        # The very offsets of the batch's columns, so that the two can be computed with together.
+        offsets = next(flat(column)[1] for column in columns(batch).values() if is_jagged(column))
+        out = TensorDict({}, batch_size=batch.batch_size)
+        for name, values in found.items():
+            out.set(name, torch.nested.nested_tensor_from_jagged(values, offsets))
+        return out
 
 
 class _WithLoss:
@@ -259,15 +262,7 @@ def _denominators(rows: TensorDict) -> tuple[float, float]:
     if mask is None:
         return 0.0, float(weight.sum())
     per_token = torch.repeat_interleave(weight, row_lengths(rows))
-    return float((mask.values() * per_token).sum()), float(weight.sum())
-
-
-def _share_offsets(result: TensorDict, batch: TensorDictBase) -> TensorDict:
-    """Give jagged columns the very offsets of the batch's, so that the two can be computed with together."""
-    offsets = next(column.offsets() for column in columns(batch).values() if is_jagged(column))
-    for name, column in columns(result).items():
-        result.set(name, torch.nested.nested_tensor_from_jagged(column.values(), offsets))
-    return result
+    return float((flat(mask)[0] * per_token).sum()), float(weight.sum())
 
 
 def _join_steps(steps: list[dict[str, Metric]]) -> dict[str, Metric]:

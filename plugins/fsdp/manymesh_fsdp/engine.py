@@ -221,8 +221,9 @@ class FsdpEngine:
 
     def lr_scheduler_step(self) -> float:
         optimizer = self._training()
+        used = optimizer.lr
         optimizer.schedule_step += 1
-        return optimizer.lr
+        return used
 
     def weight_specs(self, adapter: Adapter = "merged") -> Sequence[WeightSpec]:
         return self._named(adapter).specs()

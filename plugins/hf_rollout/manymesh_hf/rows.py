@@ -161,13 +161,7 @@ class Responses:
         at = torch.arange(width + steps, device=sequences.device)
         keep = (at >= width - prompts.lengths[:, None]) & (at < width + ends[:, None])
         padded = torch.cat([log_probs.new_zeros(rows, width), log_probs[:, :steps]], dim=1)
-        return cls(
-            sequences[keep],
-            (at >= width).expand_as(keep)[keep],
-            padded[keep],
-            prompts.lengths + ends,
-            stopped,
-        )
+        return cls(sequences[keep], (at >= width).expand_as(keep)[keep], padded[keep], prompts.lengths + ends, stopped)
 
     @classmethod
     def none(cls) -> Responses:
@@ -186,11 +180,7 @@ class Responses:
         device, rows = prompts.ids.device, len(self.lengths)
         offsets = torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0)).to(device)
         out = TensorDict({}, batch_size=[rows])
-        tokens = {
-            "input_ids": self.input_ids,
-            "response_mask": self.response_mask,
-            "rollout_log_probs": self.log_probs,
-        }
+        tokens = {"input_ids": self.input_ids, "response_mask": self.response_mask, "rollout_log_probs": self.log_probs}
         for name, values in tokens.items():
             out.set(name, torch.nested.nested_tensor_from_jagged(values.to(device), offsets))
         out.set("prompt_id", prompts.prompt_id)

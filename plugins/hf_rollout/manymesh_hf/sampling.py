@@ -146,11 +146,7 @@ class ResponseEnd(StoppingCriteria):
     """
 
     def __init__(
-        self,
-        prompts: torch.Tensor,
-        stop_ids: torch.Tensor,
-        strings: StopStringCriteria | None,
-        min_new_tokens: int,
+        self, prompts: torch.Tensor, stop_ids: torch.Tensor, strings: StopStringCriteria | None, min_new_tokens: int
     ) -> None:
         self._width, self._stop_ids, self._strings = prompts.shape[1], stop_ids, strings
         self._min_new_tokens = min_new_tokens

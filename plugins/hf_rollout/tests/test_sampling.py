@@ -47,12 +47,7 @@ OPTIONS = {
     "temperature 1": {"log_probs": LogProbKind.TEMPERATURE},
     "raw, truncated": {"temperature": 0.7, "top_k": 9, "log_probs": LogProbKind.RAW},
     "temperature, truncated": {"temperature": 0.7, "top_k": 9, "log_probs": LogProbKind.TEMPERATURE},
-    "processed by top-k and top-p": {
-        "temperature": 1.3,
-        "top_k": 20,
-        "top_p": 0.8,
-        "log_probs": LogProbKind.PROCESSED,
-    },
+    "processed by top-k and top-p": {"temperature": 1.3, "top_k": 20, "top_p": 0.8, "log_probs": LogProbKind.PROCESSED},
     "processed by min-p": {"temperature": 1.3, "min_p": 0.1, "log_probs": LogProbKind.PROCESSED},
     "greedy": {"temperature": 0.0, "log_probs": LogProbKind.TEMPERATURE},
 }
@@ -99,13 +94,7 @@ def test_samples_follow_the_distribution_and_never_leave_its_support(
     prompt, num = [5, 6], 4000
     temperature, top_k, top_p, min_p = truncation
     sampling = SamplingParams(
-        num_samples=num,
-        max_new_tokens=1,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=11,
+        num_samples=num, max_new_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=11
     )
     tokens = torch.tensor(responses(rollout.generate(prompts(prompt), sampling)))[:, 0]
     counts = torch.bincount(tokens, minlength=64).double()
