@@ -356,6 +356,8 @@ def test_a_role_has_its_parts_and_refuses_what_belongs_to_others(model: str, rol
 def test_a_role_without_the_config_of_its_parts_is_refused() -> None:
     with pytest.raises(ConfigError, match="actor, rollout"):
         ActorRolloutRefConfig(role=Role.ACTOR_ROLLOUT)
+    with pytest.raises(ConfigError, match="did you mean 'actor_rollout'"):
+        ActorRolloutRefConfig(role="actor_rolout")
 
 
 def test_a_checkpoint_brings_back_policy_step_and_version(model: str, tmp_path: Path) -> None:

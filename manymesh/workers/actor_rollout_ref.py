@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from core.batch import num_rows
 from core.config import structure
 from core.dispatch import on_mesh, register
-from core.errors import ConfigError, Refused
+from core.errors import ConfigError, Refused, did_you_mean
 from core.protocols import LossFn, LossSpec, Metric, Rollout, SamplingParams, WeightSpec
 from core.registry import EngineRegistry
 from core.worker import Worker
@@ -45,6 +45,13 @@ _PARTS: Mapping[Role, frozenset[str]] = {
 }
 
 
+def _role(name: str) -> Role:
+    try:
+        return Role(name)
+    except ValueError as error:
+        raise ConfigError(f"unknown role {name!r}", mend=did_you_mean(name, [role.value for role in Role])) from error
+
+
 @attrs.frozen
 class RolloutWorkerConfig:
     """A rollout backend.
@@ -68,7 +75,7 @@ class RolloutWorkerConfig:
 class ActorRolloutRefConfig:
     """Which parts a worker has, and each part's config."""
 
-    role: Role = Role.ACTOR_ROLLOUT
+    role: Role = attrs.field(default=Role.ACTOR_ROLLOUT, converter=_role)
     actor: TrainingWorkerConfig | None = None
     rollout: RolloutWorkerConfig | None = None
     ref: TrainingWorkerConfig | None = None

@@ -1,0 +1,54 @@
+"""What the docs say is what the code does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import attrs
+import pytest
+
+from core.config import OptimizerConfig
+from manymesh.recipes.grpo.config import GrpoConfig
+from sdk.testing import tiny_model
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def options(cls: Any) -> set[str]:
+    """Names of all options below an attrs class."""
+    found: set[str] = set()
+    for name, hint in get_type_hints(cls).items():
+        if name in {field.name for field in attrs.fields(cls)}:
+            found.add(name)
+            for each in (hint, *get_args(hint)):
+                if attrs.has(each):
+                    found |= options(each)
+    return found
+
+
+def test_every_option_of_the_recipe_is_in_its_page() -> None:
+    page = (DOCS / "grpo.md").read_text()
+    words = set(re.findall(r"\w+", page))
+    assert options(GrpoConfig) | options(OptimizerConfig) - {"factory", "options"} <= words | {"factory"}
+
+
+def test_the_driver_of_the_docs_runs(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "driver.md").read_text(), re.DOTALL)
+    model = tiny_model(tmp_path / "model")
+    code = blocks[0].replace("path/to/model", model)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "grad_norm" in done.stdout
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_python_in_the_docs_compiles_and_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        compile(block, str(page), "exec")
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / link).exists(), link
