@@ -174,6 +174,7 @@ class TrainingWorker(Worker):
     def _plan(self, batches: list[TensorDict]) -> list[_Step]:
         """One step for each batch, with denominators and numbers of micro-batches that all ranks agree on."""
         limits, config = self.engine.limits, self.config.micro_batch
+        multiple = limits.micro_batch_multiple
         rows = [to_jagged(batch) if "attention_mask" in batch.keys() else batch for batch in batches]  # noqa: SIM118
         lengths = [row_lengths(each).tolist() for each in rows]
         plans = [
@@ -181,12 +182,16 @@ class TrainingWorker(Worker):
             for each in lengths
         ]
         # Ranks of one dp shard hold the same rows: only the collected one counts them.
-        mine = float(self.engine.mesh.is_collect)
-        totals = torch.tensor([_denominators(each) for each in rows], dtype=torch.float64) * mine
-        counts = torch.tensor([round_up(len(plan), limits.micro_batch_multiple) for plan in plans])
+        mine = [
+            [*(_denominators(each) if self.engine.mesh.is_collect else (0.0, 0.0)), round_up(len(part), multiple)]
+            for each, part in zip(rows, plans, strict=True)
+        ]
+        agreed = torch.tensor(mine, dtype=torch.float64)[None]
         if self.world_size > 1:
-            dist.all_reduce(totals)
-            dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+            everyone = [torch.empty_like(agreed) for _ in range(self.world_size)]
+            dist.all_gather(everyone, agreed)
+            agreed = torch.cat(everyone)
+        totals, counts = agreed[..., :2].sum(0), agreed[..., 2].amax(0)
         return [
             _Step.cut(
                 rows[i],
