@@ -69,6 +69,7 @@ class DispatchMode:
         collect: from a Call and the answers by rank the driver's result. Gets only the ranks in `answering`.
         answering: the ranks whose answers are sent to the driver; None for all.
         mesh: name of the mesh it routes by, if any.
+        joins_rows: collect gets batches as core.rows.Rows, whose joining is cheap, and copies them.
     """
 
     name: str
@@ -76,6 +77,7 @@ class DispatchMode:
     collect: Callable[[Call, Mapping[int, Any]], Any]
     answering: Callable[[Call], frozenset[int]] | None = None
     mesh: str | None = None
+    joins_rows: bool = False
 
 
 RowsPerInput = int | Callable[..., int] | None
@@ -203,6 +205,7 @@ def on_mesh(name: str) -> DispatchMode:
         lambda call, answers: _join(call, call.route(name), answers),
         answering=lambda call: call.route(name).collected,
         mesh=name,
+        joins_rows=True,
     )
 
 
@@ -214,13 +217,14 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
 # ------------------------------------------------------------------------------------------------ dealing rows
 
 
-def is_batch(value: Any) -> bool:
-    """core.batch.is_batch without importing torch where nobody has."""
-    if "tensordict" not in sys.modules:
+def _is(kind: str, value: Any) -> bool:
+    """`is_batch`, or isinstance of `Rows`, of core.rows; without importing torch where nobody has."""
+    module = sys.modules.get("core.rows")
+    if module is None and "tensordict" in sys.modules:
+        import core.rows as module
+    if module is None:
         return False
-    from core.batch import is_batch
-
-    return is_batch(value)
+    return bool(module.is_batch(value) if kind == "batch" else isinstance(value, module.Rows))
 
 
 def deal_rows(num_rows: int, dp_size: int, num_blocks: int, where: str) -> tuple[Shard, ...]:
@@ -261,7 +265,7 @@ def _batch_rows(call: Call) -> int | None:
             values = {f"{name}[{i}]": item for i, item in enumerate(value)}
         elif kind is inspect.Parameter.VAR_KEYWORD:
             values = dict(value)
-        sizes |= {key: num_rows(item) for key, item in values.items() if is_batch(item)}
+        sizes |= {key: num_rows(item) for key, item in values.items() if _is("batch", item)}
     if len(set(sizes.values())) > 1:
         raise Refused(
             "the batches of one call differ in length",
@@ -282,19 +286,22 @@ def _of_arguments(call: Call, value: Any) -> Any:
 
 
 def _deal(call: Call, route: Route) -> Sequence[RankCall]:
-    from core.batch import take
-
     rows = _batch_rows(call)
     if rows is None:
         return _to_all(call)
+    from core.rows import Rows
+
+    args, kwargs = (
+        [Rows.of(value) if _is("batch", value) else value for value in call.arguments.args],
+        {key: Rows.of(value) if _is("batch", value) else value for key, value in call.arguments.kwargs.items()},
+    )
     shards = deal_rows(rows, route.dp_size, _of_arguments(call, call.spec.num_blocks), call.where)
 
     def for_shard(shard: Shard) -> RankCall:
         def cut(value: Any) -> Any:
-            return take(value, shard.ranges) if is_batch(value) else value
+            return value.take(shard.ranges) if isinstance(value, Rows) else value
 
-        args = tuple(cut(value) for value in call.arguments.args)
-        return RankCall(args, {key: cut(value) for key, value in call.arguments.kwargs.items()}, shard)
+        return RankCall(tuple(map(cut, args)), {key: cut(value) for key, value in kwargs.items()}, shard)
 
     by_dp = [for_shard(shard) for shard in shards]
     return [by_dp[dp] for dp in route.dp_ranks]
@@ -305,9 +312,8 @@ def _deal(call: Call, route: Route) -> Sequence[RankCall]:
 
 def _join(call: Call, route: Route, answers: Mapping[int, Any]) -> Any:
     by_dp = [answers[rank] for rank in route.collectors]
-    given = _batch_rows(call)
     result = join_answers(by_dp, f"the answer of {call.where}", route.collectors)
-    return _restore(call, route, given, result) if given is not None else result
+    return _restore(call, route, _batch_rows(call), result)
 
 
 def join_answers(parts: Sequence[Any], where: str, ranks: Sequence[int]) -> Any:
@@ -322,7 +328,7 @@ def join_answers(parts: Sequence[Any], where: str, ranks: Sequence[int]) -> Any:
     from core.protocols import Metric
 
     first = parts[0]
-    kinds = ["a batch" if is_batch(part) else type(part).__name__ for part in parts]
+    kinds = ["a batch" if _is("rows", part) else type(part).__name__ for part in parts]
     if len(set(kinds)) > 1 and {"a batch", "NoneType", "Metric", "dict"} & set(kinds):
         odd = [f"rank {rank}: {kind}" for rank, kind in zip(ranks, kinds, strict=True)]
         raise Refused(
@@ -331,10 +337,8 @@ def join_answers(parts: Sequence[Any], where: str, ranks: Sequence[int]) -> Any:
             want="the same kind from every collected rank",
             mend="return the same kind of value on all ranks",
         )
-    if is_batch(first):
-        from core.batch import concat
-
-        return concat(parts, where)
+    if _is("rows", first):
+        return type(first).concat(parts, where)
     if first is None:
         return None
     if isinstance(first, Metric):
@@ -351,29 +355,28 @@ def join_answers(parts: Sequence[Any], where: str, ranks: Sequence[int]) -> Any:
     return list(parts)
 
 
-def _restore(call: Call, route: Route, given: int, result: Any) -> Any:
-    """Check the number of rows of answered batches, and undo the order of blocks."""
+def _restore(call: Call, route: Route, given: int | None, result: Any) -> Any:
+    """Check the number of rows of answered batches, undo the order of blocks, and make TensorDicts of them."""
     if isinstance(result, tuple):
         return tuple(_restore(call, route, given, item) for item in result)
     if isinstance(result, dict):
         return {key: _restore(call, route, given, item) for key, item in result.items()}
-    if not is_batch(result) or (per_input := _of_arguments(call, call.spec.rows_per_input)) is None:
+    if not _is("rows", result):
         return result
     import torch
 
-    from core.batch import num_rows, select
-
-    if num_rows(result) != given * per_input:
+    per_input = _of_arguments(call, call.spec.rows_per_input) if given is not None else None
+    if per_input is not None and result.num != given * per_input:
         raise Refused(
             f"{call.where} answered another number of rows than it was given",
-            have=f"{num_rows(result)} rows",
+            have=f"{result.num} rows",
             want=f"{given} rows x {per_input}",
             mend="return one row for each row, or declare rows_per_input in register",
         )
     num_blocks = _of_arguments(call, call.spec.num_blocks)
-    if num_blocks == 1:
-        return result
-    shards = deal_rows(given, route.dp_size, num_blocks, call.where)
-    order = torch.tensor([row for shard in shards for row in shard.row_numbers()])
-    back = torch.argsort(order)
-    return select(result, (back[:, None] * per_input + torch.arange(per_input)).reshape(-1))
+    if given is not None and per_input is not None and num_blocks != 1:
+        shards = deal_rows(given, route.dp_size, num_blocks, call.where)
+        order = torch.tensor([row for shard in shards for row in shard.row_numbers()])
+        back = torch.argsort(order)
+        result = result.select((back[:, None] * per_input + torch.arange(per_input)).reshape(-1))
+    return result.batch()

@@ -235,18 +235,22 @@ class WorkerGroup:
         timeout_s = spec.timeout_s or self._timeout_s
 
         def finish() -> Any:
-            answers = self._settle(ticket, method, spec.mesh, timeout_s)
+            answers = self._settle(ticket, method, spec.mesh, timeout_s, rows=mode.joins_rows)
             return mode.collect(call, {rank: answers[rank] for rank in answering})
 
         return Future(ticket, finish)
 
-    def _settle(self, ticket: Ticket, method: str, mesh: str | None, timeout_s: float) -> dict[int, Any]:
+    def _settle(
+        self, ticket: Ticket, method: str, mesh: str | None, timeout_s: float, *, rows: bool = False
+    ) -> dict[int, Any]:
         """Wait for outcomes; give the answers, or end the group and raise."""
         outcomes = ticket.gather(timeout_s)
         bad = {rank: each for rank, each in outcomes.items() if not isinstance(each, Answered)}
         late = sorted(ticket.ranks - outcomes.keys())
         if not bad and not late:
-            return {rank: decode(each.value) for rank, each in outcomes.items() if isinstance(each, Answered)}
+            return {
+                rank: decode(each.value, rows=rows) for rank, each in outcomes.items() if isinstance(each, Answered)
+            }
         refusals = [each.error for each in bad.values() if isinstance(each, RefusedIt)]
         if len(refusals) == len(outcomes) and not late:
             raise refusals[0]

@@ -18,82 +18,82 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-
-_NUMPY_LACKS = frozenset({"bfloat16", "complex32"})
+    from core.rows import Rows
 
 
 @attrs.frozen(slots=True)
 class WireTensor:
-    array: np.ndarray[Any, Any]  # numpy has no bfloat16: then the raw bytes
+    array: np.ndarray[Any, Any]  # the raw bytes of what numpy lacks
     dtype: str
     shape: tuple[int, ...]
 
 
 @attrs.frozen(slots=True)
-class WireJagged:
-    values: WireTensor
-    offsets: int  # index into WireBatch.offsets: columns that share their offsets still do afterwards
+class WireNested:
+    """A nested tensor by itself, as the only column of rows."""
 
-
-@attrs.frozen(slots=True)
-class WireObjects:
-    values: list[Any]
-
-
-@attrs.frozen(slots=True)
-class WireMetadata:
-    value: Any
-
-
-@attrs.frozen(slots=True)
-class WireBatch:
-    rows: tuple[int, ...]
-    columns: dict[str, Any]
-    offsets: list[WireTensor]
+    rows: Rows
 
 
 def encode(value: Any) -> Any:
-    """Replace tensors and batches inside tuples, lists and dicts by their wire form. Cheap: contiguous CPU tensors are
-    not copied. Other objects pass as they are."""
+    """Replace tensors and batches inside tuples, lists and dicts by their wire form.
+
+    A batch becomes core.rows.Rows that hold WireTensors. Cheap: contiguous CPU tensors are not copied. Other objects
+    pass as they are.
+    """
     if type(value) in (tuple, list):
         return type(value)(encode(item) for item in value)
     if type(value) is dict:
         return {key: encode(item) for key, item in value.items()}
-    if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
-        return _encode_tensor(value) if not value.is_nested else _encode_columns({"": value}, ())
-    if (tensordict := sys.modules.get("tensordict")) is not None and isinstance(value, tensordict.TensorDictBase):
-        from core.batch import columns, is_batch
+    if "torch" not in sys.modules:
+        return value
+    import torch
+
+    if isinstance(value, torch.Tensor) and not value.is_nested:
+        return _to_wire(value)
+    if isinstance(value, torch.Tensor) or "tensordict" in sys.modules:
+        from core.rows import Jagged, Rows, flat, is_batch
 
         if is_batch(value):
-            return _encode_columns(columns(value), tuple(value.batch_size))
+            value = Rows.of(value)
+        if isinstance(value, Rows):
+            return value.map_tensors(_to_wire)
+        if isinstance(value, torch.Tensor):
+            values, offsets = flat(value)
+            return WireNested(Rows(len(offsets) - 1, {"": Jagged(values, 0)}, [offsets]).map_tensors(_to_wire))
     return value
 
 
-def decode(value: Any, *, copy: bool = True) -> Any:
-    """The inverse of encode.
+def decode(value: Any, *, rows: bool = False) -> Any:
+    """The inverse of encode: tensors with memory of their own.
 
     Args:
-        copy: give tensors memory of their own. Without it they may share read-only memory of the object store: only for
-            a reader that copies at once.
+        rows: leave batches as core.rows.Rows, whose tensors may share read-only memory of the object store: for a
+            reader that copies at once.
     """
-    with warnings.catch_warnings():  # torch warns of read-only arrays; without copy nobody writes to them
+    with warnings.catch_warnings():  # torch warns of read-only arrays; where they are not copied, nobody writes to them
         warnings.filterwarnings("ignore", message=".*not writable.*")
-        return _decode(value, copy)
+        return _decode(value, rows)
 
 
-def _decode(value: Any, copy: bool) -> Any:
+def _decode(value: Any, rows: bool) -> Any:
     if type(value) in (tuple, list):
-        return type(value)(_decode(item, copy) for item in value)
+        return type(value)(_decode(item, rows) for item in value)
     if type(value) is dict:
-        return {key: _decode(item, copy) for key, item in value.items()}
+        return {key: _decode(item, rows) for key, item in value.items()}
     if isinstance(value, WireTensor):
-        return _decode_tensor(value, copy)
-    if isinstance(value, WireBatch):
-        return _decode_columns(value, copy)
+        return _copied(value)
+    if isinstance(value, WireNested):
+        return value.rows.map_tensors(_copied).batch().get("")
+    if (module := sys.modules.get("core.rows")) is not None and isinstance(value, module.Rows):
+        return value.map_tensors(_shared) if rows else value.map_tensors(_copied).batch()
     return value
 
 
-def _encode_tensor(tensor: torch.Tensor) -> WireTensor:
+_NUMPY_LACKS = frozenset({"bfloat16", "complex32"})
+
+
+def _to_wire(tensor: torch.Tensor) -> WireTensor:
     import torch
 
     tensor = tensor.detach().to("cpu").contiguous()
@@ -103,60 +103,13 @@ def _encode_tensor(tensor: torch.Tensor) -> WireTensor:
     return WireTensor(tensor.numpy(), dtype, shape)
 
 
-def _decode_tensor(wire: WireTensor, copy: bool) -> torch.Tensor:
+def _shared(wire: WireTensor, copy: Callable[[Any], Any] = lambda array: array) -> torch.Tensor:
     import torch
 
     dtype = getattr(torch, wire.dtype)
-    tensor = torch.from_numpy(wire.array.copy() if copy else wire.array)
+    tensor = torch.from_numpy(copy(wire.array))
     return tensor if tensor.dtype == dtype else tensor.view(dtype).reshape(wire.shape)
 
 
-def _encode_columns(table: dict[str, Any], rows: tuple[int, ...]) -> WireBatch:
-    from tensordict import NonTensorData, NonTensorStack
-
-    from core.batch import columns, flat, is_batch, objects
-
-    offsets: list[WireTensor] = []
-    seen: dict[int, tuple[torch.Tensor, int]] = {}
-
-    def of(column: Any) -> Any:
-        if isinstance(column, NonTensorStack):
-            return WireObjects(objects(column))
-        if isinstance(column, NonTensorData):
-            return WireMetadata(column.data)
-        if is_batch(column):
-            return _encode_columns(columns(column), tuple(column.batch_size))
-        if not column.is_nested:
-            return _encode_tensor(column)
-        values, key = flat(column)
-        if id(key) not in seen:
-            seen[id(key)] = key, len(offsets)
-            offsets.append(_encode_tensor(key))
-        return WireJagged(_encode_tensor(values), seen[id(key)][1])
-
-    return WireBatch(rows, {name: of(column) for name, column in table.items()}, offsets)
-
-
-def _decode_columns(wire: WireBatch, copy: bool) -> Any:
-    import torch
-    from tensordict import NonTensorData, TensorDict
-
-    from core.batch import object_column
-
-    offsets = [_decode_tensor(each, copy) for each in wire.offsets]
-    make: dict[type, Callable[[Any], Any]] = {
-        WireTensor: lambda column: _decode_tensor(column, copy),
-        WireBatch: lambda column: _decode_columns(column, copy),
-        WireObjects: lambda column: object_column(column.values),
-        WireMetadata: lambda column: NonTensorData(column.value, batch_size=wire.rows),
-        WireJagged: lambda column: torch.nested.nested_tensor_from_jagged(
-            _decode_tensor(column.values, copy), offsets[column.offsets]
-        ),
-    }
-    table = {name: make[type(column)](column) for name, column in wire.columns.items()}
-    if list(table) == [""]:
-        return table[""]
-    out = TensorDict({}, batch_size=wire.rows)
-    for name, column in table.items():
-        out.set(name, column)
-    return out
+def _copied(wire: WireTensor) -> torch.Tensor:
+    return _shared(wire, lambda array: array.copy())
