@@ -7,14 +7,12 @@ import json
 import random
 from pathlib import Path
 
-INSTRUCTION = "Answer with the number alone."
-
 
 def additions(num_rows: int, seed: int = 0) -> list[dict[str, str]]:
-    """Rows with `prompt`, a question for a chat model, and `answer`, its digits."""
+    """Rows with `prompt`, text for the model to go on with, and `answer`, its digits."""
     draw = random.Random(seed)
     pairs = [(draw.randrange(10), draw.randrange(10)) for _ in range(num_rows)]
-    return [{"prompt": f"What is {a} + {b}? {INSTRUCTION}", "answer": str(a + b)} for a, b in pairs]
+    return [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a, b in pairs]
 
 
 def main() -> None:
