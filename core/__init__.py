@@ -16,7 +16,9 @@ _HOMES = {
         " SamplingParams StepInfo WeightSpec WeightTransfer"
     ),
     "core.registry": "EngineRegistry",
-    "core.dispatch": "Dispatch DispatchMode Execute make_nd_compute_dataproto_dispatch_fn on_mesh register",
+    "core.calls": "DispatchMode Execute PerRank",
+    "core.join": "WeightedMean",
+    "core.dispatch": "Dispatch make_nd_compute_dataproto_dispatch_fn on_mesh register",
     "core.worker": "Worker WorkerContext",
     "core.group": "Future RayClassWithInitArgs WorkerGroup",
     "core.transport.local": "LocalWorkerGroup",

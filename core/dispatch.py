@@ -1,4 +1,4 @@
-"""How a registered method's arguments are dealt to ranks, and its answers joined.
+"""Registering methods, and the ready dispatch modes: how arguments are dealt to ranks and answers joined.
 
 A dispatch mode is an object with two functions: `dispatch` makes one RankCall a rank, `collect` makes the driver's
 result from the ranks' answers. `Dispatch` holds the ready ones, `on_mesh` makes one that routes by a mesh.
@@ -9,95 +9,22 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import attrs
 
+from core.calls import Call, MethodSpec, NumBlocks, RankCall, RowsPerInput, Uneven
+from core.calls import DispatchMode as DispatchMode
+from core.calls import Execute as Execute
+from core.calls import PerRank as PerRank
 from core.errors import Refused
+from core.join import Reducer, check_reducers, is_rows, join_answers
 from core.mesh import Route
+from core.shards import cut, deal_rows, in_order
 from core.worker import Shard
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SPEC = "__manymesh_spec__"
-
-
-class Execute(Enum):
-    """Which ranks run a method."""
-
-    ALL = "all"
-    RANK_ZERO = "rank_zero"
-
-
-@attrs.frozen(eq=False)
-class RankCall:
-    """What one rank is asked to run. Ranks that get the same arguments share one RankCall, and these travel once."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = attrs.field(factory=dict)
-    shard: Shard | None = None
-
-
-@attrs.frozen
-class Call:
-    """One call of a group's method, on the driver.
-
-    Attributes:
-        arguments: the bound signature, without self.
-        route: gives the checked route of a mesh by name.
-    """
-
-    group: str
-    world_size: int
-    method: str
-    spec: MethodSpec
-    arguments: inspect.BoundArguments
-    route: Callable[[str], Route]
-
-    @property
-    def where(self) -> str:
-        mesh = f" on mesh {self.spec.mesh!r}" if self.spec.mesh else ""
-        return f"method {self.method!r} of group {self.group!r}{mesh}"
-
-
-@attrs.frozen
-class DispatchMode:
-    """A rule to deal and join.
-
-    Attributes:
-        dispatch: from a Call one RankCall for each rank, None for a rank that shall not run.
-        collect: from a Call and the answers by rank the driver's result. Gets only the ranks in `answering`.
-        answering: the ranks whose answers are sent to the driver; None for all.
-        mesh: name of the mesh it routes by, if any.
-        joins_rows: collect gets batches as core.rows.Rows, whose joining is cheap, and copies them.
-    """
-
-    name: str
-    dispatch: Callable[[Call], Sequence[RankCall | None]]
-    collect: Callable[[Call, Mapping[int, Any]], Any]
-    answering: Callable[[Call], frozenset[int]] | None = None
-    mesh: str | None = None
-    joins_rows: bool = False
-
-
-RowsPerInput = int | Callable[..., int] | None
-NumBlocks = int | Callable[..., int]
-
-
-@attrs.frozen
-class MethodSpec:
-    """What `register` hangs on a method."""
-
-    dispatch_mode: DispatchMode
-    execute_mode: Execute = Execute.ALL
-    blocking: bool = True
-    rows_per_input: RowsPerInput = 1
-    num_blocks: NumBlocks = 1
-    timeout_s: float | None = None
-
-    @property
-    def mesh(self) -> str | None:
-        return self.dispatch_mode.mesh
 
 
 def register(
@@ -107,6 +34,8 @@ def register(
     *,
     rows_per_input: RowsPerInput = 1,
     num_blocks: NumBlocks = 1,
+    uneven: Uneven = "error",
+    reducers: Mapping[str, Reducer] | None = None,
     timeout_s: float | None = None,
 ) -> Callable[[F], F]:
     """Make a worker's method callable on its group. Changes nothing but an attribute of the function.
@@ -117,12 +46,14 @@ def register(
         blocking: False gives a Future.
         rows_per_input: rows of an answered batch for each row of the given one: a number, a function of the method's
             arguments, or None when it isn't fixed.
-        num_blocks: the batch is this many blocks (mini-batches) of equal size, and each is dealt over dp by itself, so
+        num_blocks: the batch is this many blocks (mini-batches), and each is dealt over dp by itself, so
             that dp never changes which rows make a block: a number, or a function of the method's arguments.
+        uneven: what to do with rows that don't divide: "error", "pad" or "ragged"; see core.shards.deal_rows.
+        reducers: how the values of answered dicts are joined, by key; see core.join.
         timeout_s: deadline of a call; the group's when not given.
 
     Raises:
-        Refused: the mode deals rows to all ranks but only rank 0 would run.
+        Refused: no such reducer or policy, or the mode deals rows to all ranks but only rank 0 would run.
     """
     mode = dispatch_mode or Dispatch.ONE_TO_ALL
     if not isinstance(mode, DispatchMode):
@@ -134,7 +65,10 @@ def register(
             want="Execute.ALL",
             mend="use Dispatch.RANK_ZERO for what rank 0 does alone",
         )
-    spec = MethodSpec(mode, execute_mode, blocking, rows_per_input, num_blocks, timeout_s)
+    if uneven not in get_args(Uneven):
+        raise Refused(f"unknown policy {uneven!r} for uneven rows", want=get_args(Uneven))
+    check_reducers(reducers or {})
+    spec = MethodSpec(mode, execute_mode, blocking, rows_per_input, num_blocks, uneven, reducers or {}, timeout_s)
 
     def mark(function: F) -> F:
         setattr(function, _SPEC, spec)
@@ -162,15 +96,54 @@ def method_specs(cls: type) -> dict[str, tuple[MethodSpec, Callable[..., Any]]]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------ ready modes
+# ------------------------------------------------------------------------------------------------ arguments
 
 
-def _common(call: Call) -> RankCall:
-    return RankCall(call.arguments.args, call.arguments.kwargs)
+def _for_rank(call: Call, rank: int, shared: RankCall) -> RankCall:
+    """The rank's own values of PerRank arguments; the shared call where there are none."""
+    values = [*shared.args, *shared.kwargs.values()]
+    if not any(isinstance(value, PerRank) for value in values):
+        return shared
+
+    def mine(value: Any) -> Any:
+        return value.of(rank, call.world_size, call.where) if isinstance(value, PerRank) else value
+
+    return RankCall(
+        tuple(map(mine, shared.args)), {key: mine(value) for key, value in shared.kwargs.items()}, shared.shard
+    )
+
+
+def _as_given(call: Call) -> Sequence[RankCall]:
+    common = RankCall(call.arguments.args, call.arguments.kwargs)
+    return [_for_rank(call, rank, common) for rank in range(call.world_size)]
 
 
 def _to_all(call: Call) -> Sequence[RankCall]:
-    return [_common(call)] * call.world_size
+    dealt = _as_given(call)
+    if dealt[0] is not dealt[-1]:
+        raise Refused(
+            "a PerRank argument cannot be the same on every rank",
+            where=call.where,
+            mend="register the method with Dispatch.ALL_TO_ALL",
+        )
+    return dealt
+
+
+def _by_rank(call: Call) -> Sequence[RankCall]:
+    wrong = [name for name, value in call.arguments.arguments.items() if not isinstance(value, PerRank | type(None))]
+    if wrong:
+        raise Refused(
+            "this method takes a value for each rank",
+            have=f"arguments {wrong} that are no PerRank",
+            want=f"PerRank([...]) of {call.world_size} values",
+            where=call.where,
+            mend="wrap them, or register the method with Dispatch.ALL_TO_ALL",
+        )
+    return _as_given(call)
+
+
+def _to_rank_zero(call: Call) -> Sequence[RankCall | None]:
+    return [_to_all(call)[0], *[None] * (call.world_size - 1)]
 
 
 def _list_by_rank(call: Call, answers: Mapping[int, Any]) -> Any:
@@ -179,18 +152,100 @@ def _list_by_rank(call: Call, answers: Mapping[int, Any]) -> Any:
     return [answers[rank] for rank in range(call.world_size)]
 
 
-def _to_rank_zero(call: Call) -> Sequence[RankCall | None]:
-    return [_common(call), *[None] * (call.world_size - 1)]
+# ------------------------------------------------------------------------------------------------ rows
 
 
-class Dispatch:
-    """The ready dispatch modes."""
+def _is_batch(value: Any) -> bool:
+    """core.rows.is_batch, without importing torch where nobody has."""
+    if "tensordict" not in sys.modules:
+        return False
+    from core.rows import is_batch
 
-    ONE_TO_ALL = DispatchMode("ONE_TO_ALL", _to_all, _list_by_rank)
-    """The same arguments to every rank; a list by rank."""
+    return is_batch(value)
 
-    RANK_ZERO = DispatchMode("RANK_ZERO", _to_rank_zero, lambda call, answers: answers[0])
-    """Runs on rank 0 alone; its value."""
+
+def _batch_rows(call: Call) -> int | None:
+    """Rows of the call's batches, None when it has none."""
+    sizes: dict[str, int] = {}
+    for name, value in call.arguments.arguments.items():
+        kind = call.arguments.signature.parameters[name].kind
+        values = {name: value}
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            values = {f"{name}[{i}]": item for i, item in enumerate(value)}
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            values = dict(value)
+        sizes |= {key: len(item) for key, item in values.items() if _is_batch(item)}
+    if len(set(sizes.values())) > 1:
+        raise Refused(
+            "the batches of one call differ in length",
+            have=", ".join(f"{name}: {rows} rows" for name, rows in sizes.items()),
+            want="as many rows in each",
+            where=call.where,
+        )
+    return next(iter(sizes.values()), None)
+
+
+def _shards(call: Call, route: Route, num_rows: int) -> tuple[Shard, ...]:
+    return deal_rows(num_rows, route.dp_size, call.setting(call.spec.num_blocks), call.where, call.spec.uneven)
+
+
+def _deal(call: Call, route: Route) -> Sequence[RankCall]:
+    num_rows = _batch_rows(call)
+    if num_rows is None:
+        return _as_given(call)
+    from core.rows import Rows
+
+    shards = _shards(call, route, num_rows)
+    filled = _has_filler(shards)
+    args = [Rows.of(value) if _is_batch(value) else value for value in call.arguments.args]
+    kwargs = {key: Rows.of(value) if _is_batch(value) else value for key, value in call.arguments.kwargs.items()}
+
+    def for_shard(shard: Shard) -> RankCall:
+        def mine(value: Any) -> Any:
+            return cut(value, shard, filled) if is_rows(value) else value
+
+        return RankCall(tuple(map(mine, args)), {key: mine(value) for key, value in kwargs.items()}, shard)
+
+    by_dp = [for_shard(shard) for shard in shards]
+    return [_for_rank(call, rank, by_dp[dp]) for rank, dp in enumerate(route.dp_ranks)]
+
+
+def _join(call: Call, route: Route, answers: Mapping[int, Any]) -> Any:
+    by_dp = [answers[rank] for rank in route.collectors]
+    where = f"the answer of {call.where}"
+    given = _batch_rows(call)
+    per_input = call.setting(call.spec.rows_per_input) if given is not None else None
+    if given is None or per_input is None:
+        return _batches(join_answers(by_dp, where, route.collectors, None, call.spec.reducers), lambda rows: rows)
+    shards = _shards(call, route, given)
+    num_rows = [per_input * sum(shard.sizes) for shard in shards]
+    batches = [value for value in (*call.arguments.args, *call.arguments.kwargs.values()) if _is_batch(value)]
+    # Weights that came with the filler go with it.
+    ours = _has_filler(shards) and all(batch.get("row_weight", None) is None for batch in batches)
+
+    def restore(rows: Any) -> Any:
+        rows = in_order(rows, shards, per_input)
+        if ours:
+            rows.columns.pop("row_weight", None)
+        return rows
+
+    return _batches(join_answers(by_dp, where, route.collectors, num_rows, call.spec.reducers), restore)
+
+
+def _has_filler(shards: Sequence[Shard]) -> bool:
+    return any(filler for shard in shards for _, _, filler in shard.blocks)
+
+
+def _batches(result: Any, restore: Callable[[Any], Any]) -> Any:
+    """TensorDicts of the joined rows in a result."""
+    if isinstance(result, tuple):
+        return tuple(_batches(item, restore) for item in result)
+    if isinstance(result, dict):
+        return {key: _batches(item, restore) for key, item in result.items()}
+    return restore(result).batch() if is_rows(result) else result
+
+
+# ------------------------------------------------------------------------------------------------ ready modes
 
 
 def on_mesh(name: str) -> DispatchMode:
@@ -214,169 +269,55 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
     return on_mesh(mesh_name)
 
 
-# ------------------------------------------------------------------------------------------------ dealing rows
+def _over_world(call: Call) -> Route:
+    return Route(tuple(range(call.world_size)), frozenset(range(call.world_size)))
 
 
-def _is(kind: str, value: Any) -> bool:
-    """`is_batch`, or isinstance of `Rows`, of core.rows; without importing torch where nobody has."""
-    module = sys.modules.get("core.rows")
-    if module is None and "tensordict" in sys.modules:
-        import core.rows as module
-    if module is None:
-        return False
-    return bool(module.is_batch(value) if kind == "batch" else isinstance(value, module.Rows))
-
-
-def deal_rows(num_rows: int, dp_size: int, num_blocks: int, where: str) -> tuple[Shard, ...]:
-    """The shard of each dp rank: from every block an equal run of rows, in order.
-
-    Raises:
-        Refused: the rows don't divide.
-    """
-    unit = dp_size * num_blocks
-    if num_blocks < 1 or num_rows % unit or not num_rows:
-        low = num_rows // unit * unit
-        legal = [size for size in (low, low + unit) if size > 0] if unit > 0 else []
-        blocks = f" x {num_blocks} mini-batches" if num_blocks != 1 else ""
-        raise Refused(
-            f"a batch of {num_rows} rows cannot be dealt evenly over dp size {dp_size}{blocks}",
-            have=f"{num_rows} rows",
-            want="one of the nearest legal sizes: " + ", ".join(map(str, legal)),
-            where=where,
-            mend=f"make the number of rows a multiple of {unit}",
-        )
-    run = num_rows // unit
-    block = num_rows // num_blocks
-    return tuple(
-        Shard(tuple((b * block + dp * run, b * block + (dp + 1) * run) for b in range(num_blocks)), num_blocks)
-        for dp in range(dp_size)
+def _proto(name: str) -> DispatchMode:
+    return DispatchMode(
+        name,
+        lambda call: _deal(call, _over_world(call)),
+        lambda call, answers: _join(call, _over_world(call), answers),
+        joins_rows=True,
     )
 
 
-def _batch_rows(call: Call) -> int | None:
-    """Rows of the call's batches, None when it has none."""
-    from core.batch import num_rows
-
-    sizes: dict[str, int] = {}
-    for name, value in call.arguments.arguments.items():
-        kind = call.arguments.signature.parameters[name].kind
-        values = {name: value}
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            values = {f"{name}[{i}]": item for i, item in enumerate(value)}
-        elif kind is inspect.Parameter.VAR_KEYWORD:
-            values = dict(value)
-        sizes |= {key: num_rows(item) for key, item in values.items() if _is("batch", item)}
-    if len(set(sizes.values())) > 1:
-        raise Refused(
-            "the batches of one call differ in length",
-            have=", ".join(f"{name}: {rows} rows" for name, rows in sizes.items()),
-            want="as many rows in each",
-            where=call.where,
-        )
-    return next(iter(sizes.values()), None)
+def _joined_and_own(call: Call, answers: Mapping[int, Any]) -> Any:
+    own = [_batches(answers[rank], lambda rows: rows) for rank in range(call.world_size)]
+    return _join(call, _over_world(call), answers), own
 
 
-def _of_arguments(call: Call, value: Any) -> Any:
-    """A setting that may be a function of the method's arguments."""
-    if not callable(value):
-        return value
-    bound = call.arguments.signature.bind(*call.arguments.args, **call.arguments.kwargs)
-    bound.apply_defaults()
-    return value(**bound.arguments)
-
-
-def _deal(call: Call, route: Route) -> Sequence[RankCall]:
-    rows = _batch_rows(call)
-    if rows is None:
-        return _to_all(call)
-    from core.rows import Rows
-
-    args, kwargs = (
-        [Rows.of(value) if _is("batch", value) else value for value in call.arguments.args],
-        {key: Rows.of(value) if _is("batch", value) else value for key, value in call.arguments.kwargs.items()},
+def _not_from_here(call: Call) -> Sequence[RankCall]:
+    raise Refused(
+        f"{call.method!r} is not called by the driver",
+        where=call.where,
+        mend="it is served by the rollout itself; ask the rollout's server, or use a generate method of the group",
     )
-    shards = deal_rows(rows, route.dp_size, _of_arguments(call, call.spec.num_blocks), call.where)
-
-    def for_shard(shard: Shard) -> RankCall:
-        def cut(value: Any) -> Any:
-            return value.take(shard.ranges) if isinstance(value, Rows) else value
-
-        return RankCall(tuple(map(cut, args)), {key: cut(value) for key, value in kwargs.items()}, shard)
-
-    by_dp = [for_shard(shard) for shard in shards]
-    return [by_dp[dp] for dp in route.dp_ranks]
 
 
-# ------------------------------------------------------------------------------------------------ joining answers
+class Dispatch:
+    """The ready dispatch modes."""
 
+    RANK_ZERO = DispatchMode("RANK_ZERO", _to_rank_zero, lambda call, answers: answers[0])
+    """Runs on rank 0 alone; its value."""
 
-def _join(call: Call, route: Route, answers: Mapping[int, Any]) -> Any:
-    by_dp = [answers[rank] for rank in route.collectors]
-    result = join_answers(by_dp, f"the answer of {call.where}", route.collectors)
-    return _restore(call, route, _batch_rows(call), result)
+    ONE_TO_ALL = DispatchMode("ONE_TO_ALL", _to_all, _list_by_rank)
+    """The same arguments to every rank; a list by rank."""
 
+    ALL_TO_ALL = DispatchMode("ALL_TO_ALL", _as_given, _list_by_rank)
+    """Arguments as given: a PerRank gives each rank its own, everything else is the same for all. A list by rank."""
 
-def join_answers(parts: Sequence[Any], where: str, ranks: Sequence[int]) -> Any:
-    """Join what the collected ranks answered, by dp rank.
+    DP_COMPUTE = DispatchMode("DP_COMPUTE", _by_rank, _list_by_rank)
+    """Every argument is a PerRank. A list by rank."""
 
-    Batches are concatenated, Metrics joined as they declare, dicts and tuples joined item by item, None stays None.
-    What is none of these keeps every rank's value, in a list by dp rank.
+    DP_COMPUTE_PROTO = _proto("DP_COMPUTE_PROTO")
+    """Batches are split over all ranks; one batch."""
 
-    Raises:
-        Refused: some ranks answered None, or another kind of value, where the others answered a batch.
-    """
-    from core.protocols import Metric
+    DP_COMPUTE_PROTO_WITH_FUNC = _proto("DP_COMPUTE_PROTO_WITH_FUNC")
+    """Batches are split over all ranks, a function goes to every one; one batch."""
 
-    first = parts[0]
-    kinds = ["a batch" if _is("rows", part) else type(part).__name__ for part in parts]
-    if len(set(kinds)) > 1 and {"a batch", "NoneType", "Metric", "dict"} & set(kinds):
-        odd = [f"rank {rank}: {kind}" for rank, kind in zip(ranks, kinds, strict=True)]
-        raise Refused(
-            f"ranks answered different kinds of value in {where}",
-            have=", ".join(odd),
-            want="the same kind from every collected rank",
-            mend="return the same kind of value on all ranks",
-        )
-    if _is("rows", first):
-        return type(first).concat(parts, where)
-    if first is None:
-        return None
-    if isinstance(first, Metric):
-        return Metric.join(parts, where)
-    if isinstance(first, dict):
-        if len({frozenset(part) for part in parts}) != 1:
-            have = {rank: sorted(map(str, part)) for rank, part in zip(ranks, parts, strict=True)}
-            raise Refused(f"ranks answered dicts with different keys in {where}", have=have)
-        return {key: join_answers([part[key] for part in parts], f"{where}[{key!r}]", ranks) for key in first}
-    if isinstance(first, tuple) and len({len(part) for part in parts}) == 1:
-        return tuple(
-            join_answers(list(items), f"{where}[{i}]", ranks) for i, items in enumerate(zip(*parts, strict=True))
-        )
-    return list(parts)
+    DP_COMPUTE_METRIC = attrs.evolve(_proto("DP_COMPUTE_METRIC"), collect=_joined_and_own)
+    """Batches are split over all ranks; (answers joined, a list of every rank's own)."""
 
-
-def _restore(call: Call, route: Route, given: int | None, result: Any) -> Any:
-    """Check the number of rows of answered batches, undo the order of blocks, and make TensorDicts of them."""
-    if isinstance(result, tuple):
-        return tuple(_restore(call, route, given, item) for item in result)
-    if isinstance(result, dict):
-        return {key: _restore(call, route, given, item) for key, item in result.items()}
-    if not _is("rows", result):
-        return result
-    import torch
-
-    per_input = _of_arguments(call, call.spec.rows_per_input) if given is not None else None
-    if per_input is not None and result.num != given * per_input:
-        raise Refused(
-            f"{call.where} answered another number of rows than it was given",
-            have=f"{result.num} rows",
-            want=f"{given} rows x {per_input}",
-            mend="return one row for each row, or declare rows_per_input in register",
-        )
-    num_blocks = _of_arguments(call, call.spec.num_blocks)
-    if given is not None and per_input is not None and num_blocks != 1:
-        shards = deal_rows(given, route.dp_size, num_blocks, call.where)
-        order = torch.tensor([row for shard in shards for row in shard.row_numbers()])
-        back = torch.argsort(order)
-        result = result.select((back[:, None] * per_input + torch.arange(per_input)).reshape(-1))
-    return result.batch()
+    DIRECT_ROLLOUT_METHOD = DispatchMode("DIRECT_ROLLOUT_METHOD", _not_from_here, _list_by_rank)
+    """Bound so that a call is refused: requests go to the rollout's server, not through the driver."""

@@ -10,7 +10,8 @@ from typing import Any, Protocol, Self
 
 import attrs
 
-from core.dispatch import Call, Execute, MethodSpec, RankCall, method_specs
+from core.calls import Call, Execute, MethodSpec, RankCall
+from core.dispatch import method_specs
 from core.errors import DeadlineExceeded, ManymeshError, Refused, WorkerFailed
 from core.host import Answered, Died, Identity, Outcome, Raised, RefusedIt
 from core.mesh import Route

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from core.dispatch import RankCall
+from core.calls import RankCall
 from core.errors import Refused
 from core.wire import decode, encode
 from core.worker import WorkerContext, placed

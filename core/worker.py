@@ -50,15 +50,20 @@ class Shard:
     """Which rows of the driver's batch a call brought to this rank.
 
     Attributes:
-        ranges: of row numbers in the driver's batch, in the order in which they stand in the shard.
-        num_blocks: the shard is this many equal runs of rows, one from each block (mini-batch) of the batch.
+        blocks: from each block (mini-batch) of the batch one run of rows: (first, behind the last, filler rows after
+            them). Numbers are those of the driver's batch.
     """
 
-    ranges: tuple[tuple[int, int], ...]
-    num_blocks: int = 1
+    blocks: tuple[tuple[int, int, int], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each block, filler included."""
+        return tuple(stop - start + filler for start, stop, filler in self.blocks)
 
     def row_numbers(self) -> list[int]:
-        return [row for start, stop in self.ranges for row in range(start, stop)]
+        """The driver's number of each row of the shard, -1 for filler."""
+        return [row for start, stop, filler in self.blocks for row in (*range(start, stop), *[-1] * filler)]
 
 
 _context: ContextVar[WorkerContext] = ContextVar("manymesh_worker_context")

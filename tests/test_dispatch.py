@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from core.batch import jagged, object_column, objects
-from core.dispatch import Dispatch, Execute, deal_rows, method_specs, on_mesh, register
+from core.calls import DispatchMode, Execute, PerRank
+from core.dispatch import Dispatch, method_specs, on_mesh, register
 from core.errors import Refused, WorkerFailed
 from core.group import RayClassWithInitArgs, WorkerGroup
 from core.transport.local import LocalWorkerGroup
@@ -102,6 +103,69 @@ def test_a_mesh_that_would_lose_or_double_rows_is_refused_before_a_worker_runs(
     assert not group.failed
 
 
+@pytest.mark.parametrize("num_rows", [2, 3, 7, 8, 9])
+@pytest.mark.parametrize("policy", ["padded", "ragged"])
+def test_rows_that_do_not_divide_come_back_as_they_went(group: WorkerGroup, policy: str, num_rows: int) -> None:
+    batch = batch_of(num_rows)
+    answer = getattr(group, policy)(batch)
+    assert answer["x"].tolist() == answer["row"].tolist() == list(range(num_rows))
+    assert objects(answer.get("names")) == [f"row {i}" for i in range(num_rows)]
+    assert torch.equal(answer["tokens"].values(), batch["tokens"].values())
+    assert "row_weight" not in answer.keys()  # noqa: SIM118
+    assert set(batch.keys()) == {"x", "y", "names", "tokens"}
+    got = answer["got"].tolist()
+    assert max(got) - min(got) <= (policy == "ragged")
+
+
+def test_uneven_mini_batches_come_back_in_order_and_every_rank_runs_as_many(group: WorkerGroup) -> None:
+    for policy, rows in (("padded", 5), ("padded", 11), ("ragged", 11)):
+        answer = getattr(group, policy)(batch_of(rows), 3)
+        assert answer["row"].tolist() == list(range(rows))
+        assert set(answer["steps"].tolist()) == {3}
+
+
+def test_the_mean_of_a_metric_counts_no_filler(group: WorkerGroup) -> None:
+    assert group.mean_of_x(batch_of(5))["mean"].value == 2.0
+    assert local([0], [0], world_size=1).mean_of_x(batch_of(5))["mean"].value == 2.0
+
+
+def test_dicts_are_joined_by_the_reducers_declared_for_their_keys(group: WorkerGroup) -> None:
+    joined = group.reduced(batch_of())
+    assert joined == {"loss": 2.5, "n": 8, "name": "a", "tags": [2, 0], "own": [2, 0]}
+
+
+def test_what_differs_by_rank_is_said_so_by_its_wrapper(group: WorkerGroup) -> None:
+    answers = group.each(PerRank("abcd"), [1, 2, 3, 4], key=PerRank([4, 3, 2, 1]))
+    assert answers == [(rank, "abcd"[rank], ([1, 2, 3, 4],), {"key": 4 - rank}) for rank in range(4)]
+    assert group.compute(PerRank([1, 2, 3, 4])) == [(rank, rank + 1, None) for rank in range(4)]
+    with pytest.raises(Refused, match="one value for each rank"):
+        group.each(PerRank("abc"))
+    with pytest.raises(Refused, match="ALL_TO_ALL"):
+        group.see(PerRank("abcd"))
+    with pytest.raises(Refused, match="no PerRank"):
+        group.compute([1, 2, 3, 4])
+
+
+def test_modes_over_the_world_split_over_all_ranks(group: WorkerGroup) -> None:
+    assert group.over_world(batch_of())["rank"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert group.with_function(double_x, batch_of())["x"].tolist() == [2 * i for i in range(8)]
+    joined, own = group.metric(batch_of())
+    assert joined["loss"] == 6
+    assert joined["rows"]["x"].tolist() == list(range(8))
+    assert [each["loss"] for each in own] == [0, 1, 2, 3]
+    assert own[1]["rows"]["x"].tolist() == [2, 3]
+
+
+def test_a_method_of_the_rollouts_server_is_refused_on_the_driver_with_what_to_use(group: WorkerGroup) -> None:
+    with pytest.raises(Refused, match="rollout's server"):
+        group.direct()
+
+
+def double_x(batch: TensorDict) -> TensorDict:
+    batch["x"] = batch["x"] * 2
+    return batch
+
+
 def test_positional_and_keyword_arguments_behave_alike(group: WorkerGroup) -> None:
     for answer in (group.echo(batch_of()), group.echo(batch=batch_of()), group.echo(batch_of(), other=None)):
         assert answer["x"].tolist() == list(range(8))
@@ -171,7 +235,7 @@ def test_one_rank_that_answers_none_where_others_answer_batches_is_named(group: 
 def test_an_answer_with_other_rows_than_the_input_is_refused(group: WorkerGroup) -> None:
     with pytest.raises(Refused, match="another number of rows") as refusal:
         group.drop_last_row(batch_of())
-    assert "6 rows" in str(refusal.value)
+    assert all(text in str(refusal.value) for text in ("rank 2", "3 rows", "4 rows"))
 
 
 def test_a_future_gives_what_a_blocking_call_gives_and_can_be_handed_on(group: WorkerGroup) -> None:
@@ -244,8 +308,6 @@ def test_a_constructor_that_raises_is_raised_by_the_groups(how: str, error: type
 
 
 def test_a_mode_of_ones_own_is_an_object_handed_to_register() -> None:
-    from core.dispatch import DispatchMode
-
     reversed_list = DispatchMode(
         "reversed", Dispatch.ONE_TO_ALL.dispatch, lambda call, answers: [answers[r] for r in sorted(answers)][::-1]
     )
@@ -261,6 +323,10 @@ def test_a_mode_of_ones_own_is_an_object_handed_to_register() -> None:
 def test_what_cannot_be_registered_is_refused() -> None:
     with pytest.raises(Refused, match="DispatchMode"):
         register("ONE_TO_ALL")  # type: ignore[arg-type]
+    with pytest.raises(Refused, match="'mean'"):
+        register(on_mesh("m"), reducers={"loss": "means"})
+    with pytest.raises(Refused, match="unknown policy"):
+        register(on_mesh("m"), uneven="paddd")  # type: ignore[arg-type]
     with pytest.raises(Refused, match="all its ranks"):
         register(on_mesh("m"), Execute.RANK_ZERO)
 
@@ -269,12 +335,3 @@ def test_scanning_a_class_evaluates_nothing() -> None:
     specs = method_specs(Echo)
     assert "echo" in specs
     assert "explosive" not in specs
-
-
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5))
-def test_dealt_rows_are_each_row_once_and_as_many_for_each_rank(dp_size: int, num_blocks: int, run: int) -> None:
-    rows = dp_size * num_blocks * run
-    shards = deal_rows(rows, dp_size, num_blocks, "a test")
-    numbers: list[list[int]] = [shard.row_numbers() for shard in shards]
-    assert sorted(row for shard in numbers for row in shard) == list(range(rows))
-    assert {len(shard) for shard in numbers} == {num_blocks * run}

@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from core.dispatch import RankCall
+from core.calls import RankCall
 from core.errors import Refused
 from core.group import RayClassWithInitArgs, WorkerGroup
 from core.host import Answered, Identity, Outcome, Raised, WorkerHost

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from pkgutil import resolve_name
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from core.dispatch import on_mesh, register
 from core.errors import Refused
 from core.protocols import Engine, LossFn, LossScale, LossSpec, Metric, MicroResult
 from core.registry import EngineRegistry
-from core.worker import Worker
+from core.worker import Shard, Worker
 from manymesh.workers.agreed import AGREED
 from manymesh.workers.micro_batch import MicroBatchConfig, plan_micro_batches, round_up, widen
 
@@ -119,14 +120,12 @@ class TrainingWorker(Worker):
             loss counted; "skipped_steps" whose gradients were not finite.
         """
         loss_fn = self._need_loss()
-        run = num_rows(batch) // num_mini_batches
-        if num_mini_batches < 1 or epochs < 1 or run * num_mini_batches != num_rows(batch) or not run:
-            raise Refused(
-                "a batch is cut into equal mini-batches",
-                have=f"{num_rows(batch)} rows on this rank, {num_mini_batches} mini-batches, {epochs} epochs",
-            )
-        cut = range(num_mini_batches) if num_mini_batches > 1 else ()
-        steps = self._plan([take(batch, [(i * run, (i + 1) * run)]) for i in cut] or [batch])
+        sizes = _mini_batches(num_rows(batch), num_mini_batches, self.shard)
+        if epochs < 1:
+            raise Refused("training goes over its rows at least once", have=f"{epochs} epochs")
+        ends = list(accumulate(sizes))
+        cut = [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        steps = self._plan([take(batch, [each]) for each in cut] if len(cut) > 1 else [batch])
         parts: list[dict[str, Metric]] = []
         with self.engine.train_mode():
             for _ in range(epochs):
@@ -244,6 +243,21 @@ class _Step:
         for name, values in found.items():
             out.set(name, torch.nested.nested_tensor_from_jagged(values, offsets))
         return out
+
+
+def _mini_batches(rows: int, num_mini_batches: int, shard: Shard | None) -> tuple[int, ...]:
+    """Rows of each mini-batch on this rank: as they were dealt, or equal ones where nobody dealt them.
+
+    Raises:
+        Refused: the rows don't divide.
+    """
+    if shard is not None and len(shard.blocks) == num_mini_batches and sum(shard.sizes) == rows:
+        return shard.sizes
+    if num_mini_batches < 1 or rows % num_mini_batches or not rows:
+        raise Refused(
+            "a batch is cut into equal mini-batches", have=f"{rows} rows on this rank, {num_mini_batches} mini-batches"
+        )
+    return (rows // num_mini_batches,) * num_mini_batches
 
 
 class _WithLoss:

@@ -10,6 +10,7 @@ from typing import Any
 
 from core.dispatch import Dispatch, Execute, on_mesh, register
 from core.errors import Refused
+from core.join import WeightedMean
 from core.mesh import MeshLayout, RankMesh, Route
 from core.worker import Worker
 
@@ -62,6 +63,61 @@ class Echo(Worker):
         batch["block"] = batch["x"].new_tensor([i // run for i in range(len(batch))])
         batch["row"] = batch["x"].new_tensor(self.shard.row_numbers())
         return batch
+
+    @register(on_mesh("m"), uneven="pad", num_blocks=lambda batch, num_blocks: num_blocks)
+    def padded(self, batch: Any, num_blocks: int = 1) -> Any:
+        """Row numbers, and how many rows this rank got."""
+        return self._dealt(batch)
+
+    @register(on_mesh("m"), uneven="ragged", num_blocks=lambda batch, num_blocks: num_blocks)
+    def ragged(self, batch: Any, num_blocks: int = 1) -> Any:
+        return self._dealt(batch)
+
+    def _dealt(self, batch: Any) -> Any:
+        assert self.shard is not None
+        assert len(self.shard.row_numbers()) == len(batch)
+        batch["row"] = batch["x"].new_tensor(self.shard.row_numbers())
+        batch["got"] = batch["x"] * 0 + len(batch)
+        batch["steps"] = batch["x"] * 0 + len(self.shard.sizes)
+        return batch
+
+    @register(on_mesh("m"), uneven="pad")
+    def mean_of_x(self, batch: Any) -> Any:
+        from core.protocols import Metric
+
+        weight = batch.get("row_weight", None)
+        weight = batch["x"] * 0.0 + 1 if weight is None else weight
+        return {"mean": Metric(float((batch["x"] * weight).sum()), float(weight.sum()))}
+
+    @register(on_mesh("m"), reducers={"loss": WeightedMean("n"), "n": "sum", "name": "same", "tags": "concat"})
+    def reduced(self, batch: Any) -> Any:
+        low = float(batch["x"][0]) == 0
+        numbers = {"loss": 1.0, "n": 2} if low else {"loss": 3.0, "n": 6}
+        return {**numbers, "name": "a", "tags": [self.rank], "own": self.rank}
+
+    @register(Dispatch.ALL_TO_ALL)
+    def each(self, value: Any, *more: Any, **named: Any) -> Any:
+        return self.rank, value, more, named
+
+    @register(Dispatch.DP_COMPUTE)
+    def compute(self, value: Any, other: Any = None) -> Any:
+        return self.rank, value, other
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def over_world(self, batch: Any) -> Any:
+        batch["rank"] = batch["x"] * 0 + self.rank
+        return batch
+
+    @register(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def with_function(self, function: Any, batch: Any) -> Any:
+        return function(batch)
+
+    @register(Dispatch.DP_COMPUTE_METRIC, reducers={"loss": "sum"})
+    def metric(self, batch: Any) -> Any:
+        return {"loss": self.rank, "rows": batch}
+
+    @register(Dispatch.DIRECT_ROLLOUT_METHOD)
+    def direct(self) -> None: ...
 
     @register(on_mesh("m"))
     def drop_last_row(self, batch: Any) -> Any:

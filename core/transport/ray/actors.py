@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from core.dispatch import RankCall
+from core.calls import RankCall
 from core.errors import DeadlineExceeded
 from core.group import RayClassWithInitArgs
 from core.host import Answered, Died, Identity, Outcome, Raised, RefusedIt, WorkerHost
