@@ -23,7 +23,7 @@ from core.rows import object_column as object_column
 
 
 def num_rows(batch: TensorDictBase) -> int:
-    if not batch.batch_size:
+    if len(batch.batch_size) != 1:
         raise Refused("a batch has rows: its batch_size is (rows,)", have=tuple(batch.batch_size))
     return int(batch.batch_size[0])
 
@@ -34,9 +34,19 @@ def columns(batch: TensorDictBase) -> dict[str, Any]:
 
 
 def metadata(batch: TensorDictBase, name: str, default: Any = None) -> Any:
-    """The metadata `name`, or the default where the batch has none."""
+    """The metadata `name`, or the default where the batch has none.
+
+    Raises:
+        Refused: there is a column of that name, which is not one value for all rows.
+    """
     value = batch.get(name, None)
-    return value.data if isinstance(value, NonTensorData) else default
+    if value is not None and not isinstance(value, NonTensorData):
+        raise Refused(
+            f"{name!r} is metadata, one value for the whole batch",
+            have=f"a column of {type(value).__name__}",
+            mend=f"set it with core.batch.with_metadata(batch, {name}=...)",
+        )
+    return default if value is None else value.data
 
 
 def with_metadata(batch: TensorDict, **values: Any) -> TensorDict:
@@ -80,7 +90,7 @@ def row_lengths(batch: TensorDictBase) -> torch.Tensor:
             return flat(column)[1].diff().cpu()
     mask = batch.get("attention_mask", None)
     if mask is not None:
-        lengths: torch.Tensor = mask.sum(1, dtype=torch.int64).cpu()
+        lengths: torch.Tensor = mask.bool().sum(1, dtype=torch.int64).cpu()
         return lengths
     raise Refused(
         "cannot tell the lengths of the batch's rows",
@@ -131,7 +141,7 @@ def to_padded(
     rest = batch.select(*(name for name, column in table.items() if not is_jagged(column)))
     out: dict[str, Any] = columns(rest if rows is None else select(rest, rows))
     lengths = row_lengths(batch) if rows is None else row_lengths(batch)[rows]
-    width = int(lengths.max()) if len(lengths) else 0
+    width = max(int(lengths.max()), 1) if len(lengths) else 0
     width = -(-width // multiple) * multiple
     mask = torch.arange(width)[None, :] < lengths[:, None]
     places: dict[int, tuple[Any, torch.Tensor, torch.Tensor]] = {}  # by offsets, which are kept: see concat
@@ -169,6 +179,7 @@ def to_jagged(batch: TensorDictBase) -> TensorDict:
     mask = batch.get("attention_mask", None)
     if mask is None:
         return batch.copy() if isinstance(batch, TensorDict) else batch.to_tensordict()
+    mask = mask.bool()  # tokenizers give int64
     offsets = starts(mask.sum(1, dtype=torch.int64))
     table = columns(batch)
     table.pop("attention_mask")

@@ -82,7 +82,8 @@ class Call:
             return value
         bound = self.arguments.signature.bind(*self.arguments.args, **self.arguments.kwargs)
         bound.apply_defaults()
-        return value(**bound.arguments)
+        wanted = inspect.signature(value).parameters  # an override may have arguments that its parent's setting lacks
+        return value(**{name: each for name, each in bound.arguments.items() if name in wanted})
 
 
 @attrs.frozen

@@ -65,6 +65,12 @@ def register(
             want="Execute.ALL",
             mend="use Dispatch.RANK_ZERO for what rank 0 does alone",
         )
+    if rows_per_input is None and (num_blocks != 1 or uneven == "pad"):
+        raise Refused(
+            "rows can be put back in order, or filler cut off, only where their number is known",
+            have=f"rows_per_input None, num_blocks {num_blocks}, uneven {uneven!r}",
+            mend="declare rows_per_input, a number or a function of the arguments",
+        )
     if uneven not in get_args(Uneven):
         raise Refused(f"unknown policy {uneven!r} for uneven rows", want=get_args(Uneven))
     check_reducers(reducers or {})
@@ -86,7 +92,12 @@ def method_specs(cls: type) -> dict[str, tuple[MethodSpec, Callable[..., Any]]]:
     found: dict[str, tuple[MethodSpec, Callable[..., Any]]] = {}
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
-            spec = getattr(value, _SPEC, None) if inspect.isfunction(value) else None
+            spec = getattr(getattr(value, "__func__", value), _SPEC, None)
+            if spec is not None and (not inspect.isfunction(value) or inspect.iscoroutinefunction(value)):
+                kind = "a coroutine" if inspect.isfunction(value) else f"a {type(value).__name__}"
+                raise Refused(
+                    f"{cls.__name__}.{name} cannot be registered", have=kind, want="an ordinary method of an instance"
+                )
             if spec is None and name in found and inspect.isfunction(value):
                 spec = found[name][0]
             if spec is not None:
@@ -119,14 +130,13 @@ def _as_given(call: Call) -> Sequence[RankCall]:
 
 
 def _to_all(call: Call) -> Sequence[RankCall]:
-    dealt = _as_given(call)
-    if dealt[0] is not dealt[-1]:
+    if any(isinstance(value, PerRank) for value in (*call.arguments.args, *call.arguments.kwargs.values())):
         raise Refused(
             "a PerRank argument cannot be the same on every rank",
             where=call.where,
             mend="register the method with Dispatch.ALL_TO_ALL",
         )
-    return dealt
+    return _as_given(call)
 
 
 def _by_rank(call: Call) -> Sequence[RankCall]:
@@ -193,6 +203,7 @@ def _deal(call: Call, route: Route) -> Sequence[RankCall]:
     num_rows = _batch_rows(call)
     if num_rows is None:
         return _as_given(call)
+    call.setting(call.spec.rows_per_input)  # a setting that fails does so before anybody runs
     from core.rows import Rows
 
     shards = _shards(call, route, num_rows)
@@ -242,6 +253,12 @@ def _batches(result: Any, restore: Callable[[Any], Any]) -> Any:
         return tuple(_batches(item, restore) for item in result)
     if isinstance(result, dict):
         return {key: _batches(item, restore) for key, item in result.items()}
+    if isinstance(result, list):  # every rank's own: they were not joined, and not copied by that
+
+        def own(rows: Any) -> Any:
+            return type(rows).concat([rows])
+
+        return [_batches(item, own) for item in result]
     return restore(result).batch() if is_rows(result) else result
 
 
@@ -283,7 +300,7 @@ def _proto(name: str) -> DispatchMode:
 
 
 def _joined_and_own(call: Call, answers: Mapping[int, Any]) -> Any:
-    own = [_batches(answers[rank], lambda rows: rows) for rank in range(call.world_size)]
+    own = _batches([answers[rank] for rank in range(call.world_size)], lambda rows: rows)
     return _join(call, _over_world(call), answers), own
 
 

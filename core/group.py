@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pickle
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import attrs
 
-from core.calls import Call, Execute, MethodSpec, RankCall
+from core.calls import Call, Execute, MethodSpec, PerRank, RankCall
 from core.dispatch import method_specs
 from core.errors import DeadlineExceeded, ManymeshError, Refused, WorkerFailed
 from core.host import Answered, Died, Identity, Outcome, Raised, RefusedIt
@@ -114,6 +116,7 @@ class WorkerGroup:
         self._routes: dict[str, Route] = {}
         self._failure: ManymeshError | None = None
         self._closed = False
+        self._under_way: list[Future] = []
         try:
             self._specs = self._bind(cls_with_args.cls)
             self._settle(transport.construct(cls_with_args), "__init__", None, start_timeout_s)
@@ -145,6 +148,7 @@ class WorkerGroup:
         """
         if mesh not in self._routes:
             self._check_alive("route")
+            self._wait_for_earlier(None)
             timeout_s = min(self._timeout_s, 60.0)
             places = self._settle(self._transport.route(mesh), f"route of mesh {mesh!r}", mesh, timeout_s)
             dp_ranks = tuple(places[rank][0] for rank in range(self.world_size))
@@ -155,10 +159,12 @@ class WorkerGroup:
 
     def shutdown(self, timeout_s: float = 20.0) -> None:
         """Let the workers free what they hold, then end their processes. Can be called twice."""
-        if not self._closed and self._failure is None:
-            self._transport.shutdown().gather(timeout_s)
-        self._closed = True
-        self._transport.end()
+        try:
+            if not self._closed and self._failure is None:
+                self._transport.shutdown().gather(timeout_s)
+        finally:
+            self._closed = True
+            self._transport.end()
 
     def __enter__(self) -> Self:
         return self
@@ -184,7 +190,7 @@ class WorkerGroup:
 
     def _bind(self, cls: type) -> dict[str, MethodSpec]:
         methods = method_specs(cls)
-        reserved = sorted(name for name in dir(type(self)) if not name.startswith("_"))
+        reserved = sorted({"name", *(name for name in dir(type(self)) if not name.startswith("_"))})
         clash = sorted(name for name in methods if name in reserved or name.startswith("_"))
         if clash:
             raise Refused(
@@ -236,10 +242,28 @@ class WorkerGroup:
         timeout_s = spec.timeout_s or self._timeout_s
 
         def finish() -> Any:
+            self._wait_for_earlier(future)
             answers = self._settle(ticket, method, spec.mesh, timeout_s, rows=mode.joins_rows)
             return mode.collect(call, {rank: answers[rank] for rank in answering})
 
-        return Future(ticket, finish)
+        future = Future(ticket, finish)
+        self._under_way.append(future)
+        return future
+
+    def _wait_for_earlier(self, future: Future | None) -> None:
+        """Settle the calls before `future`, or all of them.
+
+        Ranks run calls in order, so no time is lost by it; and when one of them has failed on a rank, its peers would
+        never come to this one.
+        """
+        if future is None or future in self._under_way:
+            while self._under_way and self._under_way[0] is not future:
+                with suppress(Exception):  # whoever holds that future gets it
+                    self._under_way[0].result()
+            if future is not None:
+                self._under_way.pop(0)
+        if self._failure is not None:
+            raise self._failure
 
     def _settle(
         self, ticket: Ticket, method: str, mesh: str | None, timeout_s: float, *, rows: bool = False
@@ -280,7 +304,7 @@ class WorkerGroup:
         mend = "the group's other ranks have been ended; build a new group"
         match first:
             case Raised():
-                what, cause = f"rank {rank} of group {self.name!r} raised {first.summary}", first.error
+                what, cause = f"rank {rank} of group {self.name!r} raised {first.summary}", _loaded(first.error)
                 told = {"traceback": first.traceback}
             case RefusedIt():
                 some = sorted(r for r, each in bad.items() if isinstance(each, RefusedIt))
@@ -307,8 +331,8 @@ class WorkerGroup:
         """Sorts who failed first to the front. When one process dies or raises, its peers' collectives fail too:
         gloo and nccl errors, and processes that they abort, come last."""
         match outcome:
-            case Raised(summary=summary, at=at):
-                return (2 if _is_collective_error(summary) else 0), at
+            case Raised():
+                return (2 if outcome.collective else 0), outcome.at
             case Died():
                 aborted = any("Fatal Python error: Aborted" in line for line in self._transport.log_tail(rank))
                 return (3 if aborted else 1), 0.0
@@ -329,19 +353,21 @@ class WorkerGroup:
             raise Refused(f"group {self.name!r} has been shut down", where=f"method {method!r}")
 
 
+def _loaded(error: bytes | None) -> BaseException | None:
+    """A worker's exception, where the driver has its class too."""
+    with suppress(Exception):
+        loaded = pickle.loads(error) if error else None
+        return loaded if isinstance(loaded, BaseException) else None
+    return None
+
+
 def _resolved(value: Any) -> Any:
     if isinstance(value, Future):
         return value.result()
-    if type(value) is tuple:
-        return tuple(_resolved(item) for item in value)
+    if isinstance(value, PerRank):
+        return PerRank([_resolved(item) for item in value.values])
+    if type(value) in (tuple, list):
+        return type(value)(_resolved(item) for item in value)
     if type(value) is dict:
         return {key: _resolved(item) for key, item in value.items()}
     return value
-
-
-_COLLECTIVE_SIGNS = ("gloo", "nccl", "connection closed by peer", "connection reset")
-
-
-def _is_collective_error(summary: str) -> bool:
-    kind, _, text = summary.partition(":")
-    return kind.startswith("Dist") or any(sign in text.lower() for sign in _COLLECTIVE_SIGNS)

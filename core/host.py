@@ -4,6 +4,7 @@ into outcomes that can travel."""
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -34,7 +35,8 @@ class Raised:
     summary: str
     traceback: str
     at: float
-    error: BaseException | None = None  # None where it doesn't pickle
+    error: bytes | None = None  # pickled, since the driver may lack its class; None where it doesn't pickle
+    collective: bool = False  # it, or what caused it, is a collective's error: the echo of another rank's end
 
 
 @attrs.frozen
@@ -114,25 +116,42 @@ class WorkerHost:
             with placed(self._context, call.shard if call else None):
                 return Answered(encode(action()))
         except Refused as error:
-            error.__traceback__ = None
-            return RefusedIt(error)
+            if _pickled(error) is None:
+                error.have, error.want = repr(error.have), repr(error.want)
+            if _pickled(error) is None:
+                error = Refused(str(error))
+            return RefusedIt(error.with_traceback(None))
         except Exception as error:
             return Raised(
                 summary=f"{type(error).__name__}: {error}",
                 traceback="".join(traceback.format_exception(error)),
                 at=time.time(),
-                error=_portable(error),
+                error=_pickled(error),
+                collective=_is_collective(error),
             )
 
 
-def _portable(error: BaseException) -> BaseException | None:
+def _pickled(error: BaseException) -> bytes | None:
     """The exception without its frames, if it survives pickling."""
-    import pickle
-
-    error = error.with_traceback(None)
-    error.__cause__ = error.__context__ = None
+    cause, context, trace = error.__cause__, error.__context__, error.__traceback__
     try:
-        pickle.loads(pickle.dumps(error))
+        error.__cause__ = error.__context__ = error.__traceback__ = None
+        made = pickle.dumps(error)
+        pickle.loads(made)
     except Exception:
         return None
-    return error
+    finally:
+        error.__cause__, error.__context__, error.__traceback__ = cause, context, trace
+    return made
+
+
+_COLLECTIVE_SIGNS = ("gloo", "nccl", "connection closed by peer", "connection reset")
+
+
+def _is_collective(error: BaseException | None) -> bool:
+    while error is not None:
+        text = str(error).lower()
+        if type(error).__name__.startswith("Dist") or any(sign in text for sign in _COLLECTIVE_SIGNS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -108,6 +108,8 @@ def join_answers(
         out = {}
         for key in first:
             values, reducer = [part[key] for part in parts], (reducers or {}).get(key)
+            if reducer is not None and any(map(is_rows, values)):
+                raise Refused(f"a batch is joined row by row, not by a reducer, in {where}[{key!r}]", have=reducer)
             if isinstance(reducer, WeightedMean):
                 out[key] = reducer(values, parts)
             elif reducer is not None:

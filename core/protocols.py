@@ -104,7 +104,8 @@ class LossScale:
 class LossFn(Protocol):
     """A micro-batch's share of a step's loss.
 
-    `needs` names the model outputs it reads ("log_probs", "entropy", "values"); gradients flow through all of them.
+    `needs` names the model outputs it reads ("log_probs", "entropy", "values"); gradients flow through all of them. It
+    may also have `reads`, the columns that a micro-batch must have: a batch that lacks one is then refused.
     Outputs and micro-batch are padded, (rows, tokens). The share is already divided by `scale`, so that the loss is a
     plain sum over micro-batches and dp ranks. It sees whole rows whatever sp or cp do.
     """

@@ -7,7 +7,9 @@ rows.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -57,7 +59,7 @@ class Rows:
     @classmethod
     def of(cls, batch: TensorDictBase) -> Rows:
         """Take a TensorDict apart. Tensors are detached, not copied."""
-        if not batch.batch_size:
+        if len(batch.batch_size) != 1:
             raise Refused("a batch has rows: its batch_size is (rows,)", have=tuple(batch.batch_size))
         offsets: list[torch.Tensor] = []
         seen: dict[int, int] = {}  # by id: the offsets live in the list
@@ -215,18 +217,10 @@ def is_batch(value: object) -> bool:
 
 def object_column(values: Sequence[Any]) -> NonTensorStack:
     """One Python object a row, kept by identity."""
-    # A wrapper costs microseconds and columns often repeat a few words, so equal immutable objects share one.
-    shared: dict[Any, NonTensorData] = {}
-
-    def wrap(value: Any) -> NonTensorData:
-        if type(value) not in (str, int, bool, type(None)):
-            return NonTensorData(value)
-        key = type(value), value
-        if key not in shared:
-            shared[key] = NonTensorData(value)
-        return shared[key]
-
-    return NonTensorStack(*[wrap(value) for value in values])
+    if values and not any(isinstance(value, list | tuple) for value in values):
+        stack: NonTensorStack = NonTensorStack.from_list(list(values))  # quicker, but it would open lists
+        return stack
+    return NonTensorStack(*[NonTensorData(value) for value in values])
 
 
 def contiguous(column: Any) -> Any:
@@ -262,7 +256,10 @@ def _form(column: Any) -> tuple[Any, ...]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    try:
-        return bool(a == b)
-    except Exception:
-        return a is b
+    """Equal by `==`, or where that gives no answer (arrays, nan, objects without it) by how they pickle."""
+    with suppress(Exception):
+        if a is b or (a == b) is True:
+            return True
+    with suppress(Exception):
+        return pickle.dumps(a) == pickle.dumps(b)
+    return False

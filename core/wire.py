@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from core.errors import Refused
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -26,6 +28,13 @@ class WireTensor:
     array: np.ndarray[Any, Any]  # the raw bytes of what numpy lacks
     dtype: str
     shape: tuple[int, ...]
+
+
+@attrs.frozen(slots=True)
+class WireArray:
+    """A numpy array. Those within other objects are not found here, and arrive read-only from Ray."""
+
+    array: np.ndarray[Any, Any]
 
 
 @attrs.frozen(slots=True)
@@ -45,6 +54,8 @@ def encode(value: Any) -> Any:
         return type(value)(encode(item) for item in value)
     if type(value) is dict:
         return {key: encode(item) for key, item in value.items()}
+    if (numpy := sys.modules.get("numpy")) is not None and type(value) is numpy.ndarray and value.dtype != object:
+        return WireArray(value)
     if "torch" not in sys.modules:
         return value
     import torch
@@ -83,6 +94,8 @@ def _decode(value: Any, rows: bool) -> Any:
         return {key: _decode(item, rows) for key, item in value.items()}
     if isinstance(value, WireTensor):
         return _copied(value)
+    if isinstance(value, WireArray):
+        return value.array.copy()
     if isinstance(value, WireNested):
         return value.rows.map_tensors(_copied).batch().get("")
     if (module := sys.modules.get("core.rows")) is not None and isinstance(value, module.Rows):
@@ -96,7 +109,11 @@ _NUMPY_LACKS = frozenset({"bfloat16", "complex32"})
 def _to_wire(tensor: torch.Tensor) -> WireTensor:
     import torch
 
-    tensor = tensor.detach().to("cpu").contiguous()
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise Refused(
+            "only dense and jagged tensors can be sent", have=f"{tensor.layout} on {tensor.device}", mend="to_dense()"
+        )
+    tensor = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     if dtype in _NUMPY_LACKS or dtype.startswith("float8"):
         return WireTensor(tensor.reshape(-1).view(torch.uint8).numpy(), dtype, shape)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 
 from core.batch import (
     concat,
@@ -171,6 +171,21 @@ def test_metadata_is_read_by_name_with_a_default() -> None:
     batch = make_batch([1])
     assert metadata(batch, "temperature") == 0.7
     assert metadata(batch, "absent", 3) == 3
+
+
+def test_writing_one_row_of_an_object_column_changes_no_other() -> None:
+    column = decode(encode(TensorDict({"word": object_column(["a", "a", "b"])}, batch_size=[3])))
+    column[0] = TensorDict({"word": NonTensorData("c")}, batch_size=[])
+    assert objects(column.get("word")) == ["c", "a", "b"]
+
+
+def test_masks_of_tokenizers_and_rows_without_tokens_are_taken() -> None:
+    padded = TensorDict(
+        {"input_ids": torch.arange(6).view(2, 3), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}, [2]
+    )
+    assert to_jagged(padded)["input_ids"].values().tolist() == [0, 1, 3]
+    empty: Any = jagged_from(torch.zeros(0, dtype=torch.int64), torch.tensor([0, 0]))
+    assert to_padded(TensorDict({"input_ids": empty}, batch_size=[2]))["attention_mask"].tolist() == [[False], [False]]
 
 
 def test_a_batch_whose_lengths_cannot_be_told_is_refused() -> None:

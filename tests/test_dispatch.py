@@ -6,13 +6,14 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from core.batch import jagged, object_column, objects
+from core.batch import jagged, metadata, object_column, objects, with_metadata
 from core.calls import DispatchMode, Execute, PerRank
 from core.dispatch import Dispatch, method_specs, on_mesh, register
 from core.errors import Refused, WorkerFailed
@@ -245,6 +246,62 @@ def test_a_future_gives_what_a_blocking_call_gives_and_can_be_handed_on(group: W
     assert future.result()["x"].tolist() == future.result()["x"].tolist() == list(range(8))
 
 
+def test_batches_that_are_not_joined_come_as_batches_of_the_drivers_own(group: WorkerGroup) -> None:
+    both = group.batches_in_a_list(batch_of())["both"]
+    assert [[each["x"].tolist() for each in pair] for pair in both] == [[[0, 1, 2, 3]] * 2, [[4, 5, 6, 7]] * 2]
+    both[0][0]["x"].zero_()
+    assert both[0][1]["x"].tolist() == [0, 1, 2, 3]
+
+
+def test_numpy_arrays_are_the_workers_own_too(group: WorkerGroup) -> None:
+    array = np.arange(3)
+    answers = group.write_to(array)
+    assert [answer.tolist() for answer in answers] == [[9, 1, 2]] * 4
+    answers[0][1] = 7
+    assert array.tolist() == [0, 1, 2]
+
+
+def test_metadata_that_has_no_plain_equality_makes_the_round_trip(group: WorkerGroup) -> None:
+    batch = with_metadata(batch_of(), array=np.arange(2), nothing=float("nan"))
+    answer = group.echo(batch)
+    assert metadata(answer, "array").tolist() == [0, 1]
+    with pytest.raises(Refused, match="one value for the whole batch"):
+        metadata(answer, "x")
+
+
+def test_a_refusal_whose_fields_cannot_travel_is_still_a_refusal(group: WorkerGroup) -> None:
+    with pytest.raises(Refused, match="a bad request"):
+        group.refuse_with_a_lock()
+    assert not group.failed
+
+
+def test_an_override_with_more_arguments_keeps_the_settings_of_its_parent() -> None:
+    class Wider(Echo):
+        def repeat(self, batch: Any, times: int, extra: int = 0) -> Any:
+            return super().repeat(batch, times + extra)
+
+    assert local(*PERMUTED, cls=Wider).repeat(batch_of(), 2)["x"].tolist() == [i for i in range(8) for _ in range(2)]
+
+
+def test_what_is_no_ordinary_method_is_refused_at_bind() -> None:
+    class Static(Worker):
+        @staticmethod
+        @register()
+        def call() -> None: ...
+
+    class Asynchronous(Worker):
+        @register()
+        async def call(self) -> None: ...
+
+    class Named(Worker):
+        @register()
+        def name(self) -> None: ...
+
+    for cls in (Static, Asynchronous, Named):
+        with pytest.raises(Refused):
+            local(cls=cls)
+
+
 def test_an_override_without_the_decorator_keeps_the_spec_of_its_parent() -> None:
     group = local(*PERMUTED, cls=Inheriting)
     answer = group.echo(batch_of())
@@ -325,6 +382,8 @@ def test_what_cannot_be_registered_is_refused() -> None:
         register("ONE_TO_ALL")  # type: ignore[arg-type]
     with pytest.raises(Refused, match="'mean'"):
         register(on_mesh("m"), reducers={"loss": "means"})
+    with pytest.raises(Refused, match="rows_per_input"):
+        register(on_mesh("m"), rows_per_input=None, num_blocks=2)
     with pytest.raises(Refused, match="unknown policy"):
         register(on_mesh("m"), uneven="paddd")  # type: ignore[arg-type]
     with pytest.raises(Refused, match="all its ranks"):

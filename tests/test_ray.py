@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from core.batch import object_column
 from core.errors import DeadlineExceeded, Refused, WorkerFailed
 from core.group import RayClassWithInitArgs
 from core.host import Identity, WorkerHost
@@ -175,6 +177,40 @@ def test_an_exception_on_one_rank_is_what_the_driver_raises_while_its_peers_wait
     assert "ZeroDivisionError: the one at fault" in str(failure.value)
     assert "raise ZeroDivisionError" in (failure.value.traceback or "")
     assert isinstance(failure.value.__cause__, ZeroDivisionError)
+
+
+def test_the_death_is_blamed_and_not_what_its_peers_make_of_it(pool: RayResourcePool) -> None:
+    group = echo_group(pool)
+    group.sum_ranks()
+    with pytest.raises(WorkerFailed, match="process of rank 2"):
+        group.fail_behind_another_error(2)
+
+
+def test_a_failure_that_nobody_asked_for_yet_is_what_the_next_call_raises(pool: RayResourcePool) -> None:
+    group = echo_group(pool)
+    group.sum_ranks()
+    future = group.fail_later(1)
+    began = time.monotonic()
+    with pytest.raises(WorkerFailed, match="the one at fault"):
+        group.num_calls()
+    assert time.monotonic() - began < 5
+    with pytest.raises(WorkerFailed, match="the one at fault"):
+        future.result()
+
+
+def test_arguments_that_cannot_be_pickled_are_refused_before_any_rank_gets_its_own(pool: RayResourcePool) -> None:
+    with echo_group(pool) as group:
+        batch = TensorDict({"x": torch.arange(3), "o": object_column([1, 2, threading.Lock()])}, batch_size=[3])
+        with pytest.raises(Refused, match="cannot be sent"):
+            group.echo(batch)
+        assert group.num_calls() == [0, 0, 0]
+        with pytest.raises(WorkerFailed, match="out of KV blocks"):
+            group.raise_own_class()
+
+
+def test_a_full_pool_refuses_another_group_at_once(pool: RayResourcePool) -> None:
+    with echo_group(pool), pytest.raises(Refused, match="is full"):
+        echo_group(pool)
 
 
 def test_a_call_past_its_deadline_names_the_ranks_that_did_not_answer_and_ends_the_group(pool: RayResourcePool) -> None:

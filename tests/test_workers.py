@@ -205,6 +205,10 @@ def test_bad_requests_are_refused_and_the_worker_stays_healthy(trainer: Training
         trainer.infer_batch(batch, ("values",))
     with pytest.raises(Refused, match="equal mini-batches"):
         trainer.train_mini_batch(batch, 3)
+    with pytest.raises(Refused, match="lacks columns that the loss reads: advantages"):
+        trainer.train_batch(batch.exclude("advantages"))
+    with pytest.raises(ConfigError, match="cannot be made"):
+        trainer.set_loss_fn(LossSpec("nope:loss"))
     with pytest.raises(Refused, match="no loss"):
         TrainingWorker(attrs.evolve(worker_config(model), loss=None)).train_batch(batch)
     assert trainer.infer_batch(batch) is not None
@@ -364,9 +368,13 @@ def test_a_checkpoint_brings_back_policy_step_and_version(model: str, tmp_path: 
     first, second = (ActorRolloutRefWorker(whole_config(model, "actor")) for _ in range(2))
     for worker in (first, second):
         worker.init_model()
+    with pytest.raises(Refused, match="already has its models"):
+        first.init_model()
     first.update_actor(training_batch())
     first.save_checkpoint(str(tmp_path / "step-1"), 1)
     assert second.load_checkpoint(str(tmp_path / "step-1")) == 1 == second.weight_version
+    assert second.load_checkpoint(str(tmp_path / "step-1")) == 1
+    assert second.weight_version == 2  # never one version for two sets of weights
     scores = [worker.compute_log_prob(with_metadata(training_batch(), temperature=0.5)) for worker in (first, second)]
     assert scores[0] is not None
     assert scores[1] is not None

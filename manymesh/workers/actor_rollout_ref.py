@@ -103,6 +103,8 @@ class ActorRolloutRefWorker(Worker):
     def init_model(self) -> None:
         """Build what the role has: ref, actor, rollout, in this order."""
         config, parts = self.config, self.config.role.parts
+        if self.meshes:
+            raise Refused("the worker already has its models", have=sorted(self.meshes), mend="call init_model once")
         self.init_process_group()  # before any rollout's library opens a world of its own
         if "ref" in parts and config.ref is not None:
             self.ref = TrainingWorker(attrs.evolve(config.ref, engine={**config.ref.engine, "trainable": False}))
@@ -196,10 +198,14 @@ class ActorRolloutRefWorker(Worker):
 
     @register(AGREED)
     def load_checkpoint(self, path: str) -> int:
-        """Read the policy's checkpoint; gives its step, which becomes the weight version. The rollout has its old
-        weights until update_weights."""
-        self.weight_version = self._actor().load_checkpoint(path)
-        return self.weight_version
+        """Read the policy's checkpoint; gives its step. The rollout has its old weights until update_weights.
+
+        The weight version becomes the step, or goes up by one where that would go back: a version is never two
+        different sets of weights.
+        """
+        step = self._actor().load_checkpoint(path)
+        self.weight_version = max(step, self.weight_version + 1)
+        return step
 
     def shutdown(self) -> None:
         for part in (self.rollout, self.actor, self.ref):

@@ -15,7 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from core.batch import columns, flat, is_jagged, num_rows, row_lengths, take, to_jagged, to_padded
 from core.config import structure
 from core.dispatch import on_mesh, register
-from core.errors import Refused
+from core.errors import ConfigError, Refused
 from core.protocols import Engine, LossFn, LossScale, LossSpec, Metric, MicroResult
 from core.registry import EngineRegistry
 from core.worker import Shard, Worker
@@ -70,7 +70,7 @@ class TrainingWorker(Worker):
     @register()
     def set_loss_fn(self, loss: LossSpec | LossFn) -> None:
         """Use this loss from now on. A callable only where driver and workers share an environment."""
-        self._loss_fn = resolve_name(loss.factory)(**loss.options) if isinstance(loss, LossSpec) else loss
+        self._loss_fn = _load_loss(loss) if isinstance(loss, LossSpec) else loss
 
     @register(on_mesh("train"))
     def infer_batch(
@@ -120,6 +120,11 @@ class TrainingWorker(Worker):
             loss counted; "skipped_steps" whose gradients were not finite.
         """
         loss_fn = self._need_loss()
+        missing = sorted(getattr(loss_fn, "reads", frozenset()) - set(batch.keys()))
+        if missing:
+            raise Refused(
+                f"the batch lacks columns that the loss reads: {', '.join(missing)}", have=sorted(batch.keys())
+            )
         sizes = _mini_batches(num_rows(batch), num_mini_batches, self.shard)
         if epochs < 1:
             raise Refused("training goes over its rows at least once", have=f"{epochs} epochs")
@@ -229,12 +234,13 @@ class _Step:
         found = {name: torch.zeros(int(lengths.sum())) for name in outputs}
         for part, micro_batch, result in zip(self.plan, self.micro_batches, results, strict=True):
             if part and result.outputs is not None:
-                mask = micro_batch["attention_mask"]
+                mask = micro_batch["attention_mask"].bool()
                 at = (starts[torch.tensor(part)][:, None] + torch.arange(mask.shape[1]))[mask]
                 for name in outputs:
                     found[name][at] = result.outputs[name].cpu()[mask].to(found[name].dtype)
         mask = batch.get("attention_mask", None)
         if mask is not None:
+            mask = mask.bool()
             padded = {name: torch.zeros(mask.shape).masked_scatter_(mask, values) for name, values in found.items()}
             return TensorDict(padded, batch_size=batch.batch_size)
         # The very offsets of the batch's columns, so that the two can be computed with together.
@@ -243,6 +249,18 @@ class _Step:
         for name, values in found.items():
             out.set(name, torch.nested.nested_tensor_from_jagged(values, offsets))
         return out
+
+
+def _load_loss(spec: LossSpec) -> LossFn:
+    try:
+        loss: LossFn = resolve_name(spec.factory)(**spec.options)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"the loss {spec.factory!r} cannot be made",
+            have=f"{type(error).__name__}: {error}; options {dict(spec.options)}",
+            want="'module:factory' and the factory's own options",
+        ) from error
+    return loss
 
 
 def _mini_batches(rows: int, num_mini_batches: int, shard: Shard | None) -> tuple[int, ...]:

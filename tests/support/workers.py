@@ -181,6 +181,53 @@ class Echo(Worker):
             raise Refused("this was a bad request", have=1, want=2)
         return self.rank
 
+    @register(blocking=False)
+    def fail_later(self, rank: int) -> None:
+        """As fail, for a driver that doesn't wait."""
+        self.fail(rank)
+
+    @register()
+    def fail_behind_another_error(self, rank: int) -> None:
+        """One rank's process is killed; the others make an error of their own of what the collective says."""
+        self.init_process_group()
+        import torch
+        import torch.distributed as dist
+
+        dist.all_reduce(torch.ones(1))
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            dist.all_reduce(torch.ones(1))
+        except Exception as error:
+            raise RuntimeError("the step failed") from error
+
+    @register()
+    def raise_own_class(self) -> None:
+        namespace: dict[str, Any] = {}
+        exec("class OnlyHere(Exception): pass", namespace)
+        module = type(os)("only_in_the_worker")
+        module.OnlyHere = namespace["OnlyHere"]
+        module.OnlyHere.__module__ = module.__name__
+        import sys
+
+        sys.modules[module.__name__] = module
+        raise module.OnlyHere("out of KV blocks")
+
+    @register()
+    def refuse_with_a_lock(self) -> None:
+        import threading
+
+        raise Refused("a bad request", have=threading.Lock())
+
+    @register()
+    def write_to(self, array: Any) -> Any:
+        array[0] = 9
+        return array
+
+    @register(on_mesh("m"))
+    def batches_in_a_list(self, batch: Any) -> Any:
+        return {"both": [batch, batch]}
+
     @register()
     def fail(self, rank: int) -> None:
         """One rank raises while the others wait in a collective."""

@@ -10,15 +10,23 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    NodeDiedError,
+    ObjectLostError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from core.calls import RankCall
-from core.errors import DeadlineExceeded
+from core.errors import DeadlineExceeded, Refused
 from core.group import RayClassWithInitArgs
 from core.host import Answered, Died, Identity, Outcome, Raised, RefusedIt, WorkerHost
 from core.transport.ray.order import local_ranks, rank_order
-from core.transport.ray.pool import RayResourcePool
+from core.transport.ray.pool import RayResourcePool, need_ray
 from core.wire import encode
 from core.worker import WorkerContext
 
@@ -79,6 +87,17 @@ class RayTicket:
         return outcomes
 
 
+def _put(value: Any, method: str) -> Any:
+    try:
+        return ray.put(value)
+    except Exception as error:  # pickling runs any object's own code
+        raise Refused(
+            f"the arguments of {method!r} cannot be sent to the workers",
+            have=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            want="values that can be pickled",
+        ) from error
+
+
 def _outcome(reference: Any) -> Outcome:
     try:
         outcome: Outcome = ray.get(reference)
@@ -86,11 +105,11 @@ def _outcome(reference: Any) -> Outcome:
         return Died(_how_it_ended(str(error)))
     except RayTaskError as error:  # outside the host's own guard: arguments or answer could not be (un)pickled
         cause = error.cause if isinstance(error.cause, BaseException) else None
-        return Raised(f"{type(cause or error).__name__}: {cause or error}", str(error), time.time(), cause)
-    except RayError as error:
+        return Raised(f"{type(cause or error).__name__}: {cause or error}", str(error), time.time())
+    except (WorkerCrashedError, NodeDiedError, ObjectLostError) as error:
         return Died(f"{type(error).__name__}: {error}")
-    except Exception as error:
-        return Raised(f"the answer could not be read: {type(error).__name__}: {error}", "", time.time(), error)
+    except Exception as error:  # the driver cannot unpickle what the worker could pickle
+        return Raised(f"the answer could not be read: {type(error).__name__}: {error}", str(error), time.time())
     return outcome
 
 
@@ -115,10 +134,11 @@ class RayTransport:
     def __init__(self, pool: RayResourcePool, group: str, env: Mapping[str, str], start_timeout_s: float) -> None:
         self.world_size, self._group = pool.world_size, group
         self._here = ray.get_runtime_context().get_node_id()
+        self.ended = False
+        pool.let_in(self)
         actor_class = ray.remote(RayHost)
         self._actors: list[Any] = []
         self.identities: list[Identity] = []
-        self._ended = False
         for placed in pool.placement_groups():
             for bundle in range(placed.bundle_count):
                 self._actors.append(
@@ -152,7 +172,7 @@ class RayTransport:
             raise
 
     def construct(self, cls_with_args: RayClassWithInitArgs) -> RayTicket:
-        made = ray.put((cls_with_args.cls, encode(cls_with_args.args), encode(dict(cls_with_args.kwargs))))
+        made = _put((cls_with_args.cls, encode(cls_with_args.args), encode(dict(cls_with_args.kwargs))), "__init__")
         references = {}
         for rank, (local_rank, local_size) in enumerate(local_ranks(self.identities)):
             context = WorkerContext(
@@ -165,13 +185,13 @@ class RayTransport:
         return RayTicket({rank: actor.route.remote(mesh) for rank, actor in enumerate(self._actors)})
 
     def run(self, method: str, calls: Mapping[int, RankCall], answering: frozenset[int]) -> RayTicket:
+        need_ray()
         shared: dict[int, Any] = {}
         for call in calls.values():
             if id(call) not in shared:
                 wire = RankCall(encode(call.args), encode(dict(call.kwargs)), call.shard)
-                users = sum(each is call for each in calls.values())
-                empty = not call.args and not call.kwargs
-                shared[id(call)] = wire if users == 1 or empty else ray.put(wire)
+                # All are pickled before any is sent: a call that reached some ranks only would hang them.
+                shared[id(call)] = _put(wire, method) if call.args or call.kwargs else wire
         return RayTicket(
             {
                 rank: self._actors[rank].run.remote(method, shared[id(call)], rank in answering)
@@ -180,12 +200,16 @@ class RayTransport:
         )
 
     def shutdown(self) -> RayTicket:
+        if not ray.is_initialized():  # a call would start a new cluster
+            return RayTicket({})
         return RayTicket({rank: actor.shutdown.remote() for rank, actor in enumerate(self._actors)})
 
     def end(self) -> None:
-        if self._ended:
+        if self.ended:
             return
-        self._ended = True
+        self.ended = True
+        if not ray.is_initialized():
+            return
         for actor in self._actors:
             with suppress(RayError, ValueError):
                 ray.kill(actor, no_restart=True)

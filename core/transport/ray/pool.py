@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
+from weakref import WeakSet
 
 import attrs
 import ray
@@ -50,6 +51,7 @@ class RayResourcePool:
         self.use_gpu, self.max_colocate_count = use_gpu, max_colocate_count
         self.cpus_per_process, self._timeout_s = cpus_per_process, placement_timeout_s
         self._groups: list[PlacementGroup] | None = None
+        self._tenants: WeakSet[Any] = WeakSet()
 
     @property
     def world_size(self) -> int:
@@ -87,8 +89,26 @@ class RayResourcePool:
             self._groups = groups
         return self._groups
 
+    def let_in(self, tenant: Any) -> None:
+        """Count a group's transport that is going to fill the pool; it leaves when its `ended` is true.
+
+        Raises:
+            Refused: max_colocate_count groups are in it already.
+        """
+        inside = sum(not each.ended for each in self._tenants)
+        if inside >= self.max_colocate_count:
+            raise Refused(
+                f"pool {self.name!r} is full",
+                have=f"{inside} group(s)",
+                want=f"at most max_colocate_count, {self.max_colocate_count}",
+                mend="shut down a group, use another pool, or raise max_colocate_count",
+            )
+        self._tenants.add(tenant)
+
     def shutdown(self) -> None:
         """Give the room back. Can be called twice."""
+        if not ray.is_initialized():
+            self._groups = None
         for group in self._groups or ():
             remove_placement_group(group)
         self._groups = None

@@ -55,6 +55,11 @@ class PolicyLoss:
     def needs(self) -> frozenset[str]:
         return frozenset({"log_probs", "entropy"} if self.entropy_coef else {"log_probs"})
 
+    @property
+    def reads(self) -> frozenset[str]:
+        columns = {"old_log_probs", "advantages", "response_mask"}
+        return frozenset(columns | {"ref_log_probs"} if self.kl_coef else columns)
+
     def __call__(
         self, outputs: Mapping[str, torch.Tensor], batch: TensorDict, scale: LossScale
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
