@@ -9,7 +9,7 @@ SEED ?= 0
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 $(STAMP): pyproject.toml plugins/fsdp/pyproject.toml plugins/hf_rollout/pyproject.toml requirements/dev.txt scripts/environment.sh
 	@echo "Building the environment in $(VENV) (once; some minutes with pip) ..."

@@ -243,8 +243,7 @@ def _mend_import(error: BaseException, point: EntryPoint, distribution: str) -> 
         top = error.name.partition(".")[0]
         if top != point.module.partition(".")[0]:
             return f"install what provides the module {top!r}, or pip uninstall {distribution}"
-    look = f"python -c 'import {point.module}'"
-    return f"`{look}` shows the traceback; reinstall, upgrade or uninstall {distribution}"
+    return f"`python -m core.list_engines --verbose` shows the traceback; mend, upgrade or uninstall {distribution}"
 
 
 def _said(error: BaseException) -> str:

@@ -112,7 +112,7 @@ class WorkerGroup:
         start_timeout_s: float = 300.0,
     ) -> None:
         self.name = name or cls_with_args.cls.__name__
-        self._transport, self._timeout_s = transport, timeout_s
+        self._transport, self._timeout_s, self._cls = transport, timeout_s, cls_with_args.cls
         self._routes: dict[str, Route] = {}
         self._failure: ManymeshError | None = None
         self._closed = False
@@ -184,6 +184,8 @@ class WorkerGroup:
 
         if name.startswith("_"):
             raise AttributeError(name)
+        if hasattr(self._cls, name):
+            raise AttributeError(f"{self._cls.__name__}.{name} is not on the group: it lacks @register")
         raise AttributeError(f"group {self.name!r} has no method {name!r}; {did_you_mean(name, self._specs)}")
 
     # -------------------------------------------------------------------------------------------- binding
@@ -210,7 +212,10 @@ class WorkerGroup:
 
         @functools.wraps(function)
         def method(*args: Any, **kwargs: Any) -> Any:
-            arguments = signature.bind(*args, **kwargs)
+            try:
+                arguments = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{self.name}.{name}{signature}: {error}") from None
             future = self._submit(name, spec, arguments)
             return future.result() if spec.blocking else future
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,7 +96,8 @@ def _row(entry: Entry, verbose: bool) -> tuple[str, ...]:
 def _details(entry: Entry) -> list[str]:
     manifest = entry.manifest
     if manifest is None:
-        return [f"module: {entry.module}"]
+        trace = traceback.format_exception(entry.error) if entry.error else []
+        return [f"module: {entry.module}", *"".join(trace).splitlines()]
     requires = ", ".join(" or ".join(group) for group in manifest.requires)
     return [
         f"capabilities: {', '.join(sorted(manifest.capabilities)) or 'none'}",

@@ -6,10 +6,11 @@ cd "$(dirname "$0")/.."
 target=$1
 python=${PYTHON:-python3}
 
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-  echo "manymesh needs Python 3.11 or newer; '$python' is $("$python" --version 2>&1). Set PYTHON=/path/to/python3.11" >&2
+version=$("$python" -c 'import sys; print(*sys.version_info[:2], sep=".")' 2>/dev/null || true)
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+  echo "manymesh needs Python 3.11 or newer; '$python' is ${version:-not there}. Set PYTHON=/path/to/python3.11" >&2
   exit 1
-}
+fi
 
 "$python" -m venv --clear "$target"
 uv=$(command -v uv || true)

@@ -27,6 +27,7 @@ from manymesh.workers import (
     TrainingWorker,
     TrainingWorkerConfig,
 )
+from manymesh.workers.export import export_directory
 from sdk.testing import RankPool, tiny_model
 
 LOSS = "manymesh.recipes.grpo.loss:policy_loss"
@@ -379,3 +380,55 @@ def test_a_checkpoint_brings_back_policy_step_and_version(model: str, tmp_path: 
     assert scores[0] is not None
     assert scores[1] is not None
     assert torch.equal(scores[0]["old_log_probs"].values(), scores[1]["old_log_probs"].values())
+
+
+# ---------------------------------------------------------------------------------------------- export
+
+
+def test_the_trained_policy_is_written_as_a_directory_that_transformers_loads(model: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    worker = ActorRolloutRefWorker(whole_config(model, "actor"))
+    worker.init_model()
+    worker.update_actor(training_batch())
+    worker.export_model(str(tmp_path / "trained"))
+    assert worker.actor is not None
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained").state_dict()
+    before = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    for name, tensor in worker.actor.engine.export_weights():
+        assert torch.equal(trained[name], tensor)
+    assert any(not torch.equal(trained[name], before[name]) for name in before)
+
+
+def test_a_large_model_is_cut_into_shards_with_an_index(model: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    weights = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    export_directory(iter(weights.items()), model, str(tmp_path / "out"), writes=True, shard_bytes=40_000)
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_model_that_cannot_be_written_is_refused_and_nothing_is_left(model: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Refused, match="cannot write the model"):
+        export_directory(iter([("a", torch.ones(1))]), model, str(tmp_path / "file" / "out"), writes=True)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+class Forgetful:
+    """A rollout that forgets a column of the contract."""
+
+    def __init__(self, rollout: Any) -> None:
+        self._rollout = rollout
+
+    def generate(self, *args: Any, **kwargs: Any) -> TensorDict:
+        answer: TensorDict = self._rollout.generate(*args, **kwargs).exclude("finish_reason")
+        return answer
+
+
+def test_a_rollout_that_forgets_a_column_of_the_contract_is_named(whole: ActorRolloutRefWorker) -> None:
+    whole.rollout = Forgetful(whole.rollout)
+    with pytest.raises(Refused, match="'hf' answered without columns of the contract: finish_reason"):
+        whole.generate_sequences(prompts(), SamplingParams(max_new_tokens=2))

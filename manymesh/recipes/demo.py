@@ -59,6 +59,13 @@ def run(directory: Path, seed: int = 0, overrides: Sequence[str] = ()) -> int:
     directory.mkdir(parents=True, exist_ok=True)
     write_model(directory / "model", seed=seed)
     write_copy_task(directory / "copy.jsonl", seed=seed)
+    rows = config.algorithm.prompts_per_step * config.sampling.num_samples
+    print(
+        f"A tiny language model, made just now, is to learn to copy four digits: {rows} answers a step, until the"
+        f" mean reward of {config.run.stop_window} steps is {config.run.stop_at_reward}.\n"
+        "Starting Ray and two workers ...",
+        flush=True,
+    )
     trainer = GrpoTrainer(config)
     with worker_group(config) as group:
         outcome = trainer.run(group)

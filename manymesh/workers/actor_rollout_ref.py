@@ -20,6 +20,11 @@ from core.worker import Worker
 from manymesh.workers.agreed import AGREED
 from manymesh.workers.training import TrainingWorker, TrainingWorkerConfig
 
+# What a rollout answers; the table in core/protocols.py says more.
+GENERATED = frozenset(
+    {"input_ids", "response_mask", "rollout_log_probs", "prompt_id", "weight_version", "finish_reason", "row_weight"}
+)
+
 
 class Role(StrEnum):
     """What a worker holds."""
@@ -145,6 +150,14 @@ class ActorRolloutRefWorker(Worker):
             rows = self.shard.row_numbers() if self.shard else range(num_rows(prompts))
             prompts["prompt_id"] = torch.tensor(rows, dtype=torch.int64)
         sequences = rollout.generate(prompts, sampling, min_version=min_version)
+        missing = sorted(GENERATED - set(sequences.keys()))
+        if missing:
+            backend = self.config.rollout.backend if self.config.rollout else "?"
+            raise Refused(
+                f"the rollout {backend!r} answered without columns of the contract: {', '.join(missing)}",
+                have=sorted(sequences.keys()),
+                mend="see the table of columns in core/protocols.py",
+            )
         if self.config.rollout is not None and self.config.rollout.release_after_generate:
             rollout.release(["weights", "kv_cache"])
         return sequences
@@ -206,6 +219,11 @@ class ActorRolloutRefWorker(Worker):
         step = self._actor().load_checkpoint(path)
         self.weight_version = max(step, self.weight_version + 1)
         return step
+
+    @register()
+    def export_model(self, path: str) -> None:
+        """Write the policy as a Hugging Face directory; see TrainingWorker.export_model."""
+        self._actor().export_model(path)
 
     def shutdown(self) -> None:
         for part in (self.rollout, self.actor, self.ref):

@@ -20,6 +20,7 @@ from core.protocols import Engine, LossFn, LossScale, LossSpec, Metric, MicroRes
 from core.registry import EngineRegistry
 from core.worker import Shard, Worker
 from manymesh.workers.agreed import AGREED
+from manymesh.workers.export import export_directory
 from manymesh.workers.micro_batch import MicroBatchConfig, plan_micro_batches, round_up, widen
 
 
@@ -154,6 +155,17 @@ class TrainingWorker(Worker):
         """Read a checkpoint, also of another world size; gives its step. Refused, with nothing changed, when it is of
         another model."""
         return self.engine.load_checkpoint(path)
+
+    @register()
+    def export_model(self, path: str) -> None:
+        """Write the weights as a Hugging Face directory, with the config and tokenizer that the engine's model had.
+
+        Raises:
+            Refused: on all ranks, where it could not be written; then `path` is not there.
+        """
+        model = self.config.engine.get("model", "")
+        with self.engine.eval_mode():
+            export_directory(self.engine.export_weights(dst="first"), model, path, writes=self.rank == 0)
 
     def shutdown(self) -> None:
         self.engine.shutdown()

@@ -133,7 +133,7 @@ def test_what_a_run_would_stumble_over_is_refused_before_it_starts(
 
 def test_a_directory_that_holds_a_run_is_not_written_over(plain: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(Refused, match="already holds a run") as refused:
         GrpoTrainer(GrpoConfig.of(plain))
     assert "--resume" in refused.value.mend
@@ -181,3 +181,17 @@ def test_a_cluster_s_address_where_nobody_answers_is_refused_at_once() -> None:
         silent.listen()
         need_cluster(address)
     need_cluster("auto")
+
+
+def test_two_runs_at_once_do_not_share_a_directory(plain: dict[str, Any]) -> None:
+    config = GrpoConfig.of(plain)
+    first = GrpoTrainer(config)
+    with pytest.raises(Refused, match="another run is writing"):
+        GrpoTrainer(config)
+    first._lock.close()
+
+
+def test_prompts_that_do_not_fit_the_models_context_are_refused_before_the_start(plain: dict[str, Any]) -> None:
+    sampling = {**plain["sampling"], "max_new_tokens": 10_000}
+    with pytest.raises(Refused, match="no room in the model's context"):
+        GrpoTrainer(GrpoConfig.of({**plain, "sampling": sampling}))

@@ -206,12 +206,12 @@ class Echo(Worker):
         namespace: dict[str, Any] = {}
         exec("class OnlyHere(Exception): pass", namespace)
         module = type(os)("only_in_the_worker")
-        module.OnlyHere = namespace["OnlyHere"]
-        module.OnlyHere.__module__ = module.__name__
+        vars(module)["OnlyHere"] = namespace["OnlyHere"]
+        namespace["OnlyHere"].__module__ = module.__name__
         import sys
 
         sys.modules[module.__name__] = module
-        raise module.OnlyHere("out of KV blocks")
+        raise namespace["OnlyHere"]("out of KV blocks")
 
     @register()
     def refuse_with_a_lock(self) -> None:

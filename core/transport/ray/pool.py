@@ -135,6 +135,8 @@ class RayResourcePool:
     def _check_fits(self, nodes: Sequence[Mapping[str, float]]) -> None:
         where = f"pool {self.name!r}, processes by node {list(self.process_on_nodes)}"
         mend = "make the pool smaller, lower max_colocate_count or cpus_per_process, or add nodes"
+        if self.use_gpu and not any(node.get("GPU") for node in nodes):
+            mend = "set use_gpu=False, or connect to a cluster with GPUs"
         for key, value in self._bundle().items():
             need, supply = value * self.world_size, sum(node.get(key, 0) for node in nodes)
             if need > supply:

@@ -67,6 +67,7 @@ class RunConfig:
     stop_at_reward: float | None = None  # stop once the mean reward of the last stop_window steps is this high
     stop_window: int = 3
     num_samples: int = 4  # completions of a step that are written to samples.jsonl
+    export: bool = True  # at the end write the policy as a Hugging Face directory, run.dir/model
 
     def __attrs_post_init__(self) -> None:
         for name, low in (("steps", 1), ("save_every", 0), ("keep_last", 1), ("stop_window", 1)):

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from core.batch import jagged_from, select
+from core.batch import jagged_from, row_lengths, select
 from core.errors import Refused
+from core.manifest import ModelFacts
 
 
 @attrs.frozen
@@ -28,6 +29,9 @@ class DataConfig:
     overlong: Literal["refuse", "drop"] = "refuse"  # what to do with prompts beyond max_prompt_tokens
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "spiece.model")
+
+
 def load_tokenizer(directory: str) -> Any:
     """The tokenizer saved in a model's directory.
 
@@ -36,6 +40,15 @@ def load_tokenizer(directory: str) -> Any:
     """
     from transformers import AutoTokenizer
 
+    # Where there is none, transformers makes an empty one of the model's family.
+    folder = Path(directory).expanduser()
+    if folder.is_dir() and not any(True for name in TOKENIZER_FILES for _ in folder.glob(name)):
+        raise Refused(
+            f"the model directory {directory!r} has no tokenizer",
+            have=sorted(entry.name for entry in folder.iterdir())[:12],
+            want=f"one of {', '.join(TOKENIZER_FILES)}",
+            mend="save the tokenizer beside the model: tokenizer.save_pretrained(directory)",
+        )
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:
@@ -170,6 +183,19 @@ class PromptData:
         lengths = torch.tensor([len(ids[i]) for i in keep])
         table = TensorDict({"prompt_ids": jagged_from(values, lengths)}, batch_size=[len(keep)])
         return cls([rows[i] for i in keep], table, config.seed, config.shuffle, len(ids) - len(keep))
+
+    def check_fits(self, model: ModelFacts, max_new_tokens: int) -> None:
+        """Raises Refused when a prompt and its response don't fit the model's context."""
+        context, lengths = model.get("max_position_embeddings"), row_lengths(self.table)
+        longest = int(lengths.max())
+        if context is not None and longest + max_new_tokens > context:
+            raise Refused(
+                "a prompt leaves no room in the model's context for its response",
+                have=f"{longest} tokens in prompt {int(lengths.argmax()) + 1}, {max_new_tokens} in its response",
+                want=f"at most {context} together",
+                where=model.path,
+                mend=f"data.max_prompt_tokens={context - max_new_tokens} data.overlong=drop leaves such prompts out",
+            )
 
     def batch(self, step: int, num_prompts: int) -> tuple[TensorDict, list[dict[str, Any]]]:
         """The prompts of a step (counted from 0): columns prompt_ids (jagged) and prompt_id, and the rows

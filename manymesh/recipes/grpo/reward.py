@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -134,7 +135,8 @@ class Reward:
 
     def _locate(self, error: Exception, completions: Sequence[str], rows: Sequence[Row]) -> RewardError:
         # The function saw all completions at once: asked again one by one, it usually shows which one it was.
-        have = f"{type(error).__name__}: {error}"
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        have = f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
         for i in range(len(completions)):
             try:
                 self.function(completions[i : i + 1], rows[i : i + 1], **self.options)
@@ -152,7 +154,7 @@ class Reward:
             have=have,
             want="a finite number for every completion",
             where=f"row {_short(dict(rows[i]))}, completion {_short(completions[i])}",
-            mend="mend the function; --resume goes on from the last checkpoint",
+            mend="mend the function, then start again, with --resume where there is a checkpoint",
         )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import attrs
 import numpy as np
@@ -21,6 +24,7 @@ from core.batch import contiguous, objects, with_metadata
 from core.config import load_yaml
 from core.errors import Refused
 from core.group import WorkerGroup
+from core.manifest import ModelFacts
 from core.protocols import Metric, SamplingParams
 from manymesh.recipes.grpo.advantage import group_advantages, spread_over_tokens
 from manymesh.recipes.grpo.checkpoints import Checkpoints
@@ -67,7 +71,9 @@ class GrpoTrainer:
     def __init__(self, config: GrpoConfig, *, resume: bool = False) -> None:
         self.config, self.resume = config, resume
         self.directory = Path(config.run.dir).expanduser().absolute()
-        if not resume and (self.directory / "metrics.jsonl").exists():
+        self.checkpoints = Checkpoints(self.directory / "checkpoints", config.run.keep_last)
+        metrics = self.directory / "metrics.jsonl"
+        if not resume and (self.checkpoints.latest() or (metrics.exists() and metrics.stat().st_size)):
             raise Refused(
                 f"{config.run.dir!r} already holds a run",
                 where="run.dir",
@@ -77,13 +83,14 @@ class GrpoTrainer:
         self.reward = Reward.load(config.reward)
         self.tokenizer = load_tokenizer(config.model.path)
         self.data = PromptData.load(config.data, self.tokenizer)
-        self.checkpoints = Checkpoints(self.directory / "checkpoints", config.run.keep_last)
+        self.data.check_fits(ModelFacts.read(config.model.path), config.sampling.max_new_tokens)
         self.version = 0  # of the rollout's weights
         self.phases = Phases()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise Refused("cannot make the run's directory", have=error, where="run.dir") from error
+        self._lock = _locked(self.directory)
 
     def run(self, group: WorkerGroup, console: Console | None = None) -> Outcome:
         """Train until `run.steps` or `run.stop_at_reward`; saves as it goes, and at the end.
@@ -93,6 +100,7 @@ class GrpoTrainer:
             WorkerFailed: a worker failed. What was tracked and saved so far is there.
         """
         run, console = self.config.run, console or Console()
+        console.print(f"loading {self.config.model.path} on {group.world_size} workers ...", highlight=False)
         group.init_model()
         step = self._restore(group)
         self.version = group.update_weights()
@@ -112,14 +120,18 @@ class GrpoTrainer:
                         _attempt(progress, tracker.draw)
             if run.save_every and saved != step:
                 self.checkpoints.save(step, partial(group.save_checkpoint, step=step))
+            if run.export:
+                progress.note(f"writing the model to {self.directory / 'model'}")
+                group.export_model(str(self.directory / "model"))
         except KeyboardInterrupt:
             latest = self.checkpoints.latest()
-            again = f"python -m manymesh.recipes.grpo --config {self.directory / 'config.yaml'} --resume"
+            again = f"{sys.executable} -m manymesh.recipes.grpo --config {self.directory / 'config.yaml'} --resume"
             progress.note(f"stopped after step {step}; from step {latest[0] if latest else 0} goes on: {again}")
             raise
         finally:
             _attempt(progress, tracker.draw)
             _attempt(progress, tracker.close)
+            self._lock.close()
         return Outcome(step, tuple(tracker.rewards()), time.perf_counter() - start, self.directory)
 
     def step(self, group: WorkerGroup, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -187,6 +199,8 @@ class GrpoTrainer:
         """Say what is resumed and what is different now; keep the config beside the results."""
         file = self.directory / "config.yaml"
         now = json.loads(json.dumps(attrs.asdict(self.config)))  # tuples and enums as they look in a file
+        for section, key in (("model", "path"), ("data", "path"), ("run", "dir")):  # good in any working directory
+            now[section][key] = str(Path(now[section][key]).expanduser().absolute())
         if self.resume:
             before = load_yaml(file) if file.exists() else now
             progress.note(f"resumes at step {step}" if step else "no complete checkpoint: starts at step 0")
@@ -273,6 +287,31 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -
         elif old != new:
             out.append(f"{path}{key}: {old} -> {new}")
     return out
+
+
+def _locked(directory: Path) -> IO[str]:
+    """Hold the run's directory as long as this process lives, or the file is open.
+
+    Raises:
+        Refused: another run holds it.
+    """
+    file = (directory / ".lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        holder = file.read().strip() or "?"
+        file.close()
+        raise Refused(
+            f"another run is writing into {str(directory)!r}",
+            have=f"process {holder}",
+            where="run.dir",
+            mend="give another run.dir, or wait for it",
+        ) from error
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
 
 
 def _seeded(sampling: SamplingParams, seed: int, step: int) -> SamplingParams:
