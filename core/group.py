@@ -184,7 +184,7 @@ class WorkerGroup:
 
         if name.startswith("_"):
             raise AttributeError(name)
-        if hasattr(self._cls, name):
+        if callable(getattr(self._cls, name, None)):
             raise AttributeError(f"{self._cls.__name__}.{name} is not on the group: it lacks @register")
         raise AttributeError(f"group {self.name!r} has no method {name!r}; {did_you_mean(name, self._specs)}")
 
