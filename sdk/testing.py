@@ -13,6 +13,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+PRELOAD = (
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "tensordict",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.generation.utils",
+    "ray.cloudpickle",
+)
+
 
 class RankPool:
     """Processes that form one gloo world and run functions on all ranks. Start it once a session: ranks import torch.
@@ -24,7 +35,9 @@ class RankPool:
 
     def __init__(self, world_size: int, *, timeout_s: float = 120.0) -> None:
         self.world_size, self._timeout_s = world_size, timeout_s
-        context = multiprocessing.get_context("spawn")
+        # Ranks are forked from a server that has imported all this once; by themselves each would take seconds.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOAD))
         self._pipes: list[Connection] = []
         self._processes = []
         listener = _listen()

@@ -257,12 +257,8 @@ print("PIDS", *[identity.pid for identity in group.identities], flush=True)
 
 @pytest.mark.parametrize(
     ("then", "end"),
-    [
-        ("sys.exit(0)", None),
-        ("raise RuntimeError", None),
-        ("group.sleep(600).result()", lambda process: process.send_signal(signal.SIGKILL)),
-    ],
-    ids=["exit", "exception", "kill -9"],
+    [("raise RuntimeError", None), ("group.sleep(600).result()", lambda process: process.send_signal(signal.SIGKILL))],
+    ids=["exception", "kill -9"],
 )
 def test_nothing_is_left_running_when_the_driver_ends(
     then: str, end: Callable[[subprocess.Popen[str]], None] | None
