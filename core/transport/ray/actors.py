@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import ray
+from ray import cloudpickle
 from ray.exceptions import (
     GetTimeoutError,
     NodeDiedError,
@@ -27,9 +28,11 @@ from core.group import RayClassWithInitArgs
 from core.host import Answered, Died, Identity, Outcome, Raised, RefusedIt, WorkerHost
 from core.transport.ray.order import local_ranks, rank_order
 from core.transport.ray.pool import RayResourcePool, need_ray
-from core.wire import encode
+from core.wire import encode, wire_bytes
 from core.worker import WorkerContext
 
+# Calls below it are sent with the request: Ray's own limit for that is 100 KiB.
+INLINE_BYTES = 64 << 10
 # After the first failure: time for the root cause to arrive, where a peer's error was faster.
 SETTLE_S = 0.4
 # After the first refusal: the others must find the same without waiting for anybody.
@@ -38,6 +41,9 @@ REFUSAL_GRACE_S = 10.0
 
 class RayHost(WorkerHost):
     """WorkerHost as an actor: it also says where it runs."""
+
+    def run_call(self, method: str, call: RankCall | bytes, answer: bool) -> Outcome:
+        return self.run(method, cloudpickle.loads(call) if isinstance(call, bytes) else call, answer)
 
     def construct_from(self, made: tuple[type, Any, Any], context: WorkerContext) -> Outcome:
         cls, args, kwargs = made
@@ -87,9 +93,16 @@ class RayTicket:
         return outcomes
 
 
-def _put(value: Any, method: str) -> Any:
+def _pickled(call: RankCall, method: str) -> Any:
+    """A small call as bytes, which travel with the request; a large one as an object of the store, once for all."""
+    if wire_bytes((call.args, call.kwargs)) > INLINE_BYTES:
+        return _put(call, method)
+    return _put(call, method, cloudpickle.dumps)
+
+
+def _put(value: Any, method: str, put: Callable[[Any], Any] = ray.put) -> Any:
     try:
-        return ray.put(value)
+        return put(value)
     except Exception as error:  # pickling runs any object's own code
         raise Refused(
             f"the arguments of {method!r} cannot be sent to the workers",
@@ -191,10 +204,10 @@ class RayTransport:
             if id(call) not in shared:
                 wire = RankCall(encode(call.args), encode(dict(call.kwargs)), call.shard)
                 # All are pickled before any is sent: a call that reached some ranks only would hang them.
-                shared[id(call)] = _put(wire, method) if call.args or call.kwargs else wire
+                shared[id(call)] = _pickled(wire, method)
         return RayTicket(
             {
-                rank: self._actors[rank].run.remote(method, shared[id(call)], rank in answering)
+                rank: self._actors[rank].run_call.remote(method, shared[id(call)], rank in answering)
                 for rank, call in calls.items()
             }
         )
