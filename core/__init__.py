@@ -10,7 +10,7 @@ _HOMES = {
     "core.mesh": "Mesh MeshLayout RankMesh Route",
     "core.manifest": "Capability Limits Manifest ModelFacts Plan Planner",
     "core.hookspecs": "hookimpl",
-    "core.config": "EngineConfig OptimizerConfig RolloutConfig load_yaml override structure",
+    "core.config": "EngineConfig OptimizerConfig RolloutConfig structure",
     "core.protocols": (
         "Engine GenerationDelta LogProbKind LossFn LossScale LossSpec Metric MicroResult Rollout RolloutServer"
         " SamplingParams StepInfo WeightSpec WeightTransfer"

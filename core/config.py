@@ -1,9 +1,9 @@
-"""Structuring plain data (YAML, command line) into attrs classes, with errors that name path, value and nearest name;
-and the options that all training and all rollout backends share."""
+"""Structuring plain data into attrs classes, with errors that name path, value and nearest name; and the options that
+all training and all rollout backends share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -131,62 +131,3 @@ def _explain(error: BaseException, where: str, cls: Any = None) -> ConfigError:
         message = error.message if where in error.message else f"{where}: {error.message}"
         return ConfigError(message, have=error.have, want=error.want, where=where, mend=error.mend)
     return ConfigError(f"{where}: {error}", where=where, want=getattr(cls, "__name__", str(cls) if cls else None))
-
-
-def load_yaml(path: str | Path) -> dict[str, Any]:
-    """A YAML file's mapping.
-
-    Raises:
-        ConfigError: no such file, not YAML, or not a mapping.
-    """
-    import yaml
-
-    try:
-        data = yaml.load(Path(path).read_text(), Loader=_yaml_loader())
-    except OSError as error:
-        raise ConfigError(f"cannot read the config file {str(path)!r}", have=error.strerror) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML", have=str(error)) from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds no mapping", have=type(data).__name__)
-    return data
-
-
-def override(data: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
-    """A copy of `data` with `path.to.key=value` applied; values are read as YAML.
-
-    Raises:
-        ConfigError: an assignment without "=", or a path through something that is no mapping.
-    """
-    import copy
-
-    import yaml
-
-    out = copy.deepcopy(dict(data))
-    for text in assignments:
-        path, equals, value = text.partition("=")
-        if not equals or not path:
-            raise ConfigError(f"cannot read the override {text!r}", want="path.to.key=value")
-        *parents, last = path.split(".")
-        node = out
-        for depth, key in enumerate(parents):
-            node = node.setdefault(key, {})
-            if not isinstance(node, dict):
-                at = ".".join(parents[: depth + 1])
-                raise ConfigError(f"{at} is not a mapping, so {path} cannot be set", have=repr(node))
-        node[last] = yaml.load(value, Loader=_yaml_loader())
-    return out
-
-
-def _yaml_loader() -> Any:
-    """The safe loader, with 1e-3 read as a number (YAML 1.2) where PyYAML's 1.1 reads a string."""
-    import re
-
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        pass
-
-    number = re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
-    return Loader

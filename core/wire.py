@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -101,21 +101,6 @@ def _decode(value: Any, rows: bool) -> Any:
     if (module := sys.modules.get("core.rows")) is not None and isinstance(value, module.Rows):
         return value.map_tensors(_shared) if rows else value.map_tensors(_copied).batch()
     return value
-
-
-def wire_bytes(value: Any) -> int:
-    """Bytes of the arrays in an encoded value, those of batches included."""
-    if isinstance(value, tuple | list):
-        return sum(map(wire_bytes, value))
-    if isinstance(value, Mapping):
-        return sum(map(wire_bytes, value.values()))
-    if isinstance(value, WireTensor | WireArray):
-        return value.array.nbytes
-    if isinstance(value, WireNested):
-        return wire_bytes(value.rows)
-    if (module := sys.modules.get("core.rows")) is not None and isinstance(value, module.Rows):
-        return sum(map(wire_bytes, value.columns.values())) + sum(map(wire_bytes, value.offsets))
-    return wire_bytes(value.values) if module is not None and isinstance(value, module.Jagged) else 0
 
 
 _NUMPY_LACKS = frozenset({"bfloat16", "complex32"})

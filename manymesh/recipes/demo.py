@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from core.config import override
 from manymesh.recipes.grpo.__main__ import guarded
+from manymesh.recipes.yaml_config import override
 
 
 def demo_config(directory: Path, seed: int = 0) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from core.config import load_yaml, override
 from manymesh.recipes.grpo.config import GrpoConfig
 from manymesh.recipes.grpo.data import load_tokenizer, read_jsonl
 from manymesh.recipes.toy import VOCABULARY, write_copy_task, write_model
+from manymesh.recipes.yaml_config import load_yaml, override
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "grpo"
 

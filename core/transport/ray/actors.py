@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pickle import PickleBuffer
 from typing import Any
 
 import ray
@@ -28,7 +29,7 @@ from core.group import RayClassWithInitArgs
 from core.host import Answered, Died, Identity, Outcome, Raised, RefusedIt, WorkerHost
 from core.transport.ray.order import local_ranks, rank_order
 from core.transport.ray.pool import RayResourcePool, need_ray
-from core.wire import encode, wire_bytes
+from core.wire import encode
 from core.worker import WorkerContext
 
 # Calls below it are sent with the request: Ray's own limit for that is 100 KiB.
@@ -42,8 +43,10 @@ REFUSAL_GRACE_S = 10.0
 class RayHost(WorkerHost):
     """WorkerHost as an actor: it also says where it runs."""
 
-    def run_call(self, method: str, call: RankCall | bytes, answer: bool) -> Outcome:
-        return self.run(method, cloudpickle.loads(call) if isinstance(call, bytes) else call, answer)
+    def run_call(self, method: str, call: Any, answer: bool) -> Outcome:
+        return self.run(
+            method, call if isinstance(call, RankCall) else cloudpickle.loads(call[0], buffers=call[1]), answer
+        )
 
     def construct_from(self, made: tuple[type, Any, Any], context: WorkerContext) -> Outcome:
         cls, args, kwargs = made
@@ -94,10 +97,13 @@ class RayTicket:
 
 
 def _pickled(call: RankCall, method: str) -> Any:
-    """A small call as bytes, which travel with the request; a large one as an object of the store, once for all."""
-    if wire_bytes((call.args, call.kwargs)) > INLINE_BYTES:
+    """A small call as (pickle, arrays), which travel with the request; a large one as an object of the store, once for
+    all."""
+    arrays: list[PickleBuffer] = []
+    data = _put(call, method, lambda value: cloudpickle.dumps(value, protocol=5, buffer_callback=arrays.append))
+    if len(data) + sum(each.raw().nbytes for each in arrays) > INLINE_BYTES:
         return _put(call, method)
-    return _put(call, method, cloudpickle.dumps)
+    return data, [each.raw().tobytes() for each in arrays]
 
 
 def _put(value: Any, method: str, put: Callable[[Any], Any] = ray.put) -> Any:

@@ -9,8 +9,8 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from core.config import load_yaml, override
 from core.errors import ManymeshError
+from manymesh.recipes.yaml_config import load_yaml, override
 
 INTERRUPTED = 130  # what a shell gives for Ctrl-C
 

@@ -21,7 +21,6 @@ from rich.console import Console
 from tensordict import TensorDict
 
 from core.batch import contiguous, objects, with_metadata
-from core.config import load_yaml
 from core.errors import Refused
 from core.group import WorkerGroup
 from core.manifest import ModelFacts
@@ -33,6 +32,7 @@ from manymesh.recipes.grpo.data import PromptData, load_tokenizer
 from manymesh.recipes.grpo.progress import Phases, Progress
 from manymesh.recipes.grpo.reward import Reward
 from manymesh.recipes.grpo.tracking import REWARD, TIME, Tracker
+from manymesh.recipes.yaml_config import load_yaml
 
 
 @attrs.frozen
