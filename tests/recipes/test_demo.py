@@ -47,7 +47,7 @@ def test_ctrl_c_ends_all_processes_and_says_how_to_go_on(tmp_path: Path) -> None
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    again = re.search(r"goes on: python -m (manymesh.recipes.grpo --config \S+ --resume)", said)
+    again = re.search(r"goes on: \S+ -m (manymesh.recipes.grpo --config \S+ --resume)", said)
     assert again, said
     assert "Traceback" not in said
     assert len(children) > 2

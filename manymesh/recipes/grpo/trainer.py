@@ -100,7 +100,9 @@ class GrpoTrainer:
             WorkerFailed: a worker failed. What was tracked and saved so far is there.
         """
         run, console = self.config.run, console or Console()
-        console.print(f"loading {self.config.model.path} on {group.world_size} workers ...", highlight=False)
+        console.print(
+            f"loading {self.config.model.path} on {group.world_size} workers ...", highlight=False, soft_wrap=True
+        )
         group.init_model()
         step = self._restore(group)
         self.version = group.update_weights()
