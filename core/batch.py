@@ -144,21 +144,21 @@ def to_padded(
     width = max(int(lengths.max()), 1) if len(lengths) else 0
     width = -(-width // multiple) * multiple
     mask = torch.arange(width)[None, :] < lengths[:, None]
-    places: dict[int, tuple[Any, torch.Tensor, torch.Tensor]] = {}  # by offsets, which are kept: see concat
+    places: dict[int, tuple[Any, torch.Tensor, torch.Tensor]] = {}  # by id of offsets, which are kept
     for name in [name for name, column in table.items() if is_jagged(column)]:
         values, offsets = flat(table[name])
         if id(offsets) not in places:
-            starts, ends = offsets[:-1], offsets[1:]
+            firsts, ends = offsets[:-1], offsets[1:]
             if rows is not None:
-                starts, ends = starts[rows.to(offsets.device)], ends[rows.to(offsets.device)]
-            if not torch.equal((ends - starts).cpu(), lengths):
+                firsts, ends = firsts[rows.to(offsets.device)], ends[rows.to(offsets.device)]
+            if not torch.equal((ends - firsts).cpu(), lengths):
                 raise Refused(
                     f"column {name!r} is not aligned with the other token columns",
-                    have=(ends - starts).tolist(),
+                    have=(ends - firsts).tolist(),
                     want=lengths.tolist(),
                 )
             here = mask.to(offsets.device)
-            at = starts[:, None] + torch.arange(width, device=offsets.device)
+            at = firsts[:, None] + torch.arange(width, device=offsets.device)
             places[id(offsets)] = offsets, here, torch.where(here, at, 0)
         _, here, at = places[id(offsets)]
         pad = (pads or {}).get(name, 0)

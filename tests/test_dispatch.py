@@ -246,6 +246,16 @@ def test_a_future_gives_what_a_blocking_call_gives_and_can_be_handed_on(group: W
     assert future.result()["x"].tolist() == future.result()["x"].tolist() == list(range(8))
 
 
+def test_large_batches_and_empty_columns_make_the_round_trip_and_stay_private(group: WorkerGroup) -> None:
+    big = torch.arange(8 * 50_000, dtype=torch.float32).view(8, 50_000)
+    batch = TensorDict({"x": torch.arange(8), "y": big.clone(), "none": torch.zeros(8, 0)}, batch_size=[8])
+    assert group.edit(batch)["x"].tolist() == [2 * i for i in range(8)]
+    answer = group.echo(batch)
+    assert torch.equal(answer["y"], big)
+    assert answer["none"].shape == (8, 0)
+    assert batch["x"].tolist() == list(range(8))
+
+
 def test_batches_that_are_not_joined_come_as_batches_of_the_drivers_own(group: WorkerGroup) -> None:
     both = group.batches_in_a_list(batch_of())["both"]
     assert [[each["x"].tolist() for each in pair] for pair in both] == [[[0, 1, 2, 3]] * 2, [[4, 5, 6, 7]] * 2]

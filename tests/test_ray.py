@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import ray
 import torch
 from tensordict import TensorDict
 
@@ -103,6 +104,20 @@ def test_a_pool_whose_room_is_held_by_another_is_refused_with_what_is_free(pool:
     with pytest.raises(Refused, match="found no room") as refusal:
         RayResourcePool([4], name="second", placement_timeout_s=0.5).placement_groups()
     assert "3 free" in str(refusal.value)
+
+
+def test_a_pool_that_was_refused_can_be_used_once_there_is_room(ray_cluster: None) -> None:
+    with RayResourcePool([1], placement_timeout_s=0.5) as late:
+        with RayResourcePool([int(ray.available_resources()["CPU"])]) as holder:
+            holder.placement_groups()
+            with pytest.raises(Refused, match="found no room") as refusal:
+                echo_group(late)
+        deadline = time.monotonic() + 10  # Ray gives room back a moment after it was asked to
+        while ray.available_resources().get("CPU", 0) < 1 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        with echo_group(late) as group:
+            assert group.num_calls() == [0]
+        assert refusal.tb is not None  # the refusal still held on to what it had made
 
 
 def test_roles_share_the_pool_that_they_are_mapped_to(pool: RayResourcePool) -> None:

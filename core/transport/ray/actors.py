@@ -10,6 +10,7 @@ from contextlib import suppress
 from pickle import PickleBuffer
 from typing import Any
 
+import numpy as np
 import ray
 from ray import cloudpickle
 from ray.exceptions import (
@@ -43,10 +44,9 @@ REFUSAL_GRACE_S = 10.0
 class RayHost(WorkerHost):
     """WorkerHost as an actor: it also says where it runs."""
 
-    def run_call(self, method: str, call: Any, answer: bool) -> Outcome:
-        return self.run(
-            method, call if isinstance(call, RankCall) else cloudpickle.loads(call[0], buffers=call[1]), answer
-        )
+    def run_pickled(self, method: str, pickled: tuple[bytes, list[Any]], answer: bool) -> Outcome:
+        data, arrays = pickled
+        return self.run(method, cloudpickle.loads(data, buffers=arrays), answer)
 
     def construct_from(self, made: tuple[type, Any, Any], context: WorkerContext) -> Outcome:
         cls, args, kwargs = made
@@ -97,18 +97,17 @@ class RayTicket:
 
 
 def _pickled(call: RankCall, method: str) -> Any:
-    """A small call as (pickle, arrays), which travel with the request; a large one as an object of the store, once for
-    all."""
-    arrays: list[PickleBuffer] = []
-    data = _put(call, method, lambda value: cloudpickle.dumps(value, protocol=5, buffer_callback=arrays.append))
-    if len(data) + sum(each.raw().nbytes for each in arrays) > INLINE_BYTES:
-        return _put(call, method)
-    return data, [each.raw().tobytes() for each in arrays]
+    """A call as (pickle, its arrays), pickled once. A small one travels with the request, a large one by the store."""
+    buffers: list[PickleBuffer] = []
+    data = _checked(method, lambda: cloudpickle.dumps(call, protocol=5, buffer_callback=buffers.append))
+    arrays = [np.asarray(each.raw()) for each in buffers]
+    small = len(data) + sum(each.nbytes for each in arrays) <= INLINE_BYTES
+    return (data, arrays) if small else ray.put((data, arrays))
 
 
-def _put(value: Any, method: str, put: Callable[[Any], Any] = ray.put) -> Any:
+def _checked(method: str, pickle: Callable[[], Any]) -> Any:
     try:
-        return put(value)
+        return pickle()
     except Exception as error:  # pickling runs any object's own code
         raise Refused(
             f"the arguments of {method!r} cannot be sent to the workers",
@@ -154,11 +153,12 @@ class RayTransport:
         self.world_size, self._group = pool.world_size, group
         self._here = ray.get_runtime_context().get_node_id()
         self.ended = False
-        pool.let_in(self)
+        placed_groups = pool.placement_groups()
+        pool.let_in(self)  # not before there is room: a refused group is no tenant
         actor_class = ray.remote(RayHost)
         self._actors: list[Any] = []
         self.identities: list[Identity] = []
-        for placed in pool.placement_groups():
+        for placed in placed_groups:
             for bundle in range(placed.bundle_count):
                 self._actors.append(
                     actor_class.options(
@@ -191,7 +191,8 @@ class RayTransport:
             raise
 
     def construct(self, cls_with_args: RayClassWithInitArgs) -> RayTicket:
-        made = _put((cls_with_args.cls, encode(cls_with_args.args), encode(dict(cls_with_args.kwargs))), "__init__")
+        parts = cls_with_args.cls, encode(cls_with_args.args), encode(dict(cls_with_args.kwargs))
+        made = _checked("__init__", lambda: ray.put(parts))
         references = {}
         for rank, (local_rank, local_size) in enumerate(local_ranks(self.identities)):
             context = WorkerContext(
@@ -213,7 +214,7 @@ class RayTransport:
                 shared[id(call)] = _pickled(wire, method)
         return RayTicket(
             {
-                rank: self._actors[rank].run_call.remote(method, shared[id(call)], rank in answering)
+                rank: self._actors[rank].run_pickled.remote(method, shared[id(call)], rank in answering)
                 for rank, call in calls.items()
             }
         )

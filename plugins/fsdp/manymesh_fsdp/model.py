@@ -93,12 +93,7 @@ def _read_config(config: FsdpConfig, world_size: int) -> Any:
     try:
         return AutoConfig.from_pretrained(config.model)
     except Exception as error:  # the other ranks wait for the answer, so any reason must reach them
-        raise Refused(
-            f"transformers cannot read the config of {config.model!r}",
-            have=f"{type(error).__name__}: {error}",
-            where=config.model,
-            mend=MEND,
-        ) from error
+        raise _unreadable("read the config", config, error) from error
 
 
 def _empty_model(config: FsdpConfig, hf_config: Any) -> Any:
@@ -124,12 +119,7 @@ def _read_weights(config: FsdpConfig) -> torch.nn.Module:
             config.model, dtype=getattr(torch, config.dtype), output_loading_info=True
         )
     except Exception as error:  # as above
-        raise Refused(
-            f"transformers cannot load the weights of {config.model!r}",
-            have=f"{type(error).__name__}: {error}",
-            where=config.model,
-            mend=MEND,
-        ) from error
+        raise _unreadable("load the weights", config, error) from error
     if missing := sorted(info["missing_keys"]):
         # transformers warns and leaves them random.
         raise Refused(
@@ -141,6 +131,15 @@ def _read_weights(config: FsdpConfig) -> torch.nn.Module:
         )
     weights: torch.nn.Module = model
     return weights
+
+
+def _unreadable(what: str, config: FsdpConfig, error: Exception) -> Refused:
+    return Refused(
+        f"transformers cannot {what} of {config.model!r}",
+        have=f"{type(error).__name__}: {error}",
+        where=config.model,
+        mend=MEND,
+    )
 
 
 def _decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
