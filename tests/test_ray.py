@@ -107,7 +107,7 @@ def test_a_pool_whose_room_is_held_by_another_is_refused_with_what_is_free(pool:
 
 
 def test_a_pool_that_was_refused_can_be_used_once_there_is_room(ray_cluster: None) -> None:
-    with RayResourcePool([1], placement_timeout_s=0.5) as late:
+    with RayResourcePool([1], placement_timeout_s=3) as late:
         with RayResourcePool([int(ray.available_resources()["CPU"])]) as holder:
             holder.placement_groups()
             with pytest.raises(Refused, match="found no room") as refusal:
