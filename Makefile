@@ -2,7 +2,7 @@
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.built
-PROJECTS := . plugins/fsdp plugins/hf_rollout
+PROJECTS := . plugins/fsdp plugins/hf_rollout plugins/megatron
 SEED ?= 0
 
 .PHONY: help env demo smollm2 test test-slow lint format types bench wheels clean
@@ -11,7 +11,7 @@ SEED ?= 0
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-$(STAMP): pyproject.toml plugins/fsdp/pyproject.toml plugins/hf_rollout/pyproject.toml requirements/dev.txt scripts/environment.sh
+$(STAMP): pyproject.toml plugins/fsdp/pyproject.toml plugins/hf_rollout/pyproject.toml plugins/megatron/pyproject.toml requirements/dev.txt scripts/environment.sh
 	@echo "Building the environment in $(VENV) (once; some minutes with pip) ..."
 	@bash scripts/environment.sh $(VENV)
 	@touch $@
@@ -36,7 +36,7 @@ format: $(STAMP) ## let ruff mend what it can
 	$(PY) -m ruff format .
 
 types: $(STAMP) ## mypy, strict
-	$(PY) -m mypy core manymesh sdk plugins/fsdp/manymesh_fsdp plugins/hf_rollout/manymesh_hf benchmarks tests examples
+	$(PY) -m mypy core manymesh sdk plugins/fsdp/manymesh_fsdp plugins/hf_rollout/manymesh_hf plugins/megatron/manymesh_megatron benchmarks tests examples
 
 bench: $(STAMP) ## the benchmarks, each against a floor in the same run
 	$(PY) -m benchmarks.listing

@@ -41,22 +41,29 @@ def run(command: list[str], where: Path) -> str:
 @pytest.mark.timeout(1800)
 def test_wheels_install_in_a_fresh_environment_list_their_engines_and_train(tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
-    for project in (".", "plugins/fsdp", "plugins/hf_rollout"):
+    for project in (".", "plugins/fsdp", "plugins/hf_rollout", "plugins/megatron"):
         build = ["-m", "build", "--quiet", "--wheel", "--outdir", str(wheels), str(ROOT / project)]
         run([sys.executable, *build], ROOT)
     assert sorted(wheel.name.partition("-")[0] for wheel in wheels.iterdir()) == [
         "manymesh",
         "manymesh_fsdp",
         "manymesh_hf",
+        "manymesh_megatron",
     ]
     run([sys.executable, "-m", "venv", "env"], tmp_path)
     python = str(tmp_path / "env/bin/python")
     torch = next(line for line in (ROOT / "requirements/dev.txt").read_text().splitlines() if line.startswith("torch"))
     run([python, "-m", "pip", "install", "--quiet", torch], tmp_path)
-    run([python, "-m", "pip", "install", "--quiet", "--find-links", str(wheels), "manymesh[fsdp,hf]"], tmp_path)
+    run(
+        [python, "-m", "pip", "install", "--quiet", "--find-links", str(wheels), "manymesh[fsdp,hf,megatron]"], tmp_path
+    )
 
     listed = json.loads(run([python, "-m", "core.list_engines", "--json"], tmp_path))
-    assert [(each["name"], each["status"]) for each in listed["entries"]] == [("fsdp", "ok"), ("hf", "ok")]
+    assert [(each["name"], each["status"]) for each in listed["entries"]] == [
+        ("fsdp", "ok"),
+        ("hf", "ok"),
+        ("megatron", "ok"),
+    ]
     assert not run([python, "-c", "import core; print(core.__file__)"], tmp_path).startswith(str(ROOT))
 
     run([python, "-c", MAKE_DATA], tmp_path)

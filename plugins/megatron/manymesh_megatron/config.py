@@ -1,0 +1,135 @@
+"""Options of the Megatron engine. Light: listing and planning import this, so no torch and no megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import attrs
+
+from core.config import EngineConfig
+from core.errors import ConfigError, did_you_mean
+
+ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
+
+# Fields of megatron's TransformerConfig that an option decides, or the model's config.json.
+OWNED: Mapping[str, str] = {
+    "tensor_model_parallel_size": "tensor_parallel",
+    "pipeline_model_parallel_size": "pipeline_parallel",
+    "virtual_pipeline_model_parallel_size": "virtual_pipeline",
+    "context_parallel_size": "context_parallel",
+    "expert_model_parallel_size": "expert_parallel",
+    "expert_tensor_parallel_size": "expert_tensor_parallel",
+    "sequence_parallel": "sequence_parallel",
+    "overlap_p2p_comm": "overlap_p2p",
+    "batch_p2p_comm": "overlap_p2p",
+    "recompute_granularity": "recompute",
+    "recompute_method": "recompute",
+    "recompute_num_layers": "recompute_layers",
+    "moe_token_dispatcher_type": "moe_dispatcher",
+    "params_dtype": "dtype",
+    "bf16": "dtype",
+    "fp16": "dtype",
+}
+# Other fields of it that the planner's checks or the exchange of weights rely on.
+FIXED = frozenset(
+    {
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "pipeline_model_parallel_layout",
+    }
+)
+
+
+def _at_least_one(_: object, attribute: attrs.Attribute[Any], value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ConfigError(f"{attribute.name} is at least 1", have=value, want="1 or more", where=attribute.name)
+
+
+def _axis_order(_: object, attribute: attrs.Attribute[Any], value: str) -> None:
+    axes = value.split("-")
+    want = f"some of {', '.join(ORDER_AXES)} joined by '-', innermost first, each once"
+    if unknown := [axis for axis in axes if axis not in ORDER_AXES]:
+        mend = did_you_mean(unknown[0], ORDER_AXES)
+        raise ConfigError(f"order has no axis {unknown[0]!r}", have=repr(value), want=want, where="order", mend=mend)
+    if len(set(axes)) < len(axes):
+        raise ConfigError("order names an axis twice", have=repr(value), want=want, where="order")
+
+
+def _overrides(_: object, attribute: attrs.Attribute[Any], value: Mapping[str, Any]) -> None:
+    for name in value:
+        where = f"transformer.{name}"
+        if name in OWNED:
+            raise ConfigError(
+                f"{name} is set by the option {OWNED[name]}", have=where, where=where, mend=f"set {OWNED[name]} instead"
+            )
+        if name in FIXED:
+            raise ConfigError(
+                "layers are dealt to pipeline stages evenly", have=where, where=where, mend=f"leave out {where}"
+            )
+
+
+def _size(default: Any = 1) -> Any:
+    return attrs.field(default=default, validator=_at_least_one)
+
+
+@attrs.frozen
+class MegatronConfig(EngineConfig):
+    """EngineConfig, the sizes of the meshes, and what megatron-core can vary.
+
+    Raises:
+        ConfigError: a size below 1, an `order` with an unknown or doubled axis, `overlap_param_gather` without what it
+            needs, or an override in `transformer` of what another option decides.
+    """
+
+    tensor_parallel: int = _size()
+    pipeline_parallel: int = _size()
+    virtual_pipeline: int | None = _size(None)  # stages a rank holds, interleaved; None: one
+    context_parallel: int = _size()
+    expert_parallel: int = _size()
+    expert_tensor_parallel: int | None = _size(None)  # None: as tensor_parallel, which is megatron's default
+    order: str = attrs.field(default="tp-cp-ep-dp-pp", validator=_axis_order)  # of ranks on axes, innermost first
+    sequence_parallel: bool = False  # norms and dropout work on 1/tensor_parallel of the tokens
+    distributed_optimizer: bool = True  # each data-parallel rank holds its share of the optimizer's state
+    overlap_grad_reduce: bool = False  # reduce a bucket of gradients while backward goes on
+    overlap_param_gather: bool = False  # gather a bucket of parameters while forward goes on
+    bucket_size: int | None = _size(None)  # parameters a bucket; None: megatron's choice
+    recompute: Literal["none", "selective", "full"] = "none"  # of activations in backward
+    recompute_layers: int = _size()  # layers that "full" recomputes as one block
+    moe_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    packing: bool | None = None  # run rows without padding; None: where the attention can
+    layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"  # whose layers; "auto": the machine's best
+    offload_parameters: bool = False  # parameters and gradients on CPU outside of train_mode and eval_mode
+    offload_optimizer: bool = False  # optimizer state on CPU outside of train_mode
+    async_checkpoint: bool = False  # write checkpoints while training goes on
+    overlap_p2p: bool | None = None  # of stages' sends with compute; None: on with virtual stages
+    vocab_multiple: int = _size()  # the vocabulary is padded to a multiple of vocab_multiple * tensor_parallel
+    transformer: Mapping[str, Any] = attrs.field(factory=dict, validator=_overrides)  # megatron's TransformerConfig
+
+    def __attrs_post_init__(self) -> None:
+        if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
+            raise ConfigError(
+                "overlap_param_gather needs distributed_optimizer and overlap_grad_reduce",
+                have=f"distributed_optimizer={self.distributed_optimizer}, "
+                f"overlap_grad_reduce={self.overlap_grad_reduce}",
+                want="both true",
+                where="overlap_param_gather",
+                mend="set both, or overlap_param_gather=false",
+            )
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """expert_tensor_parallel, or what stands for None."""
+        return self.tensor_parallel if self.expert_tensor_parallel is None else self.expert_tensor_parallel
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages that each pipeline rank holds; 1 where they are not interleaved."""
+        return self.virtual_pipeline or 1
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows are run without padding between them."""
+        return bool(self.packing)
