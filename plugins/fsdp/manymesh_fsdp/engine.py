@@ -25,11 +25,11 @@ from core.mesh import RankMesh
 from core.protocols import LossFn, LossScale, MicroResult, StepInfo, WeightSpec
 from manymesh_fsdp import checkpoint
 from manymesh_fsdp.config import FsdpConfig
-from manymesh_fsdp.log_probs import token_outputs
 from manymesh_fsdp.model import drop_gradients, fsdp_modules, load_sharded, persistent
 from manymesh_fsdp.optimizer import ScheduledAdamW
 from manymesh_fsdp.plan import AXIS, plan
 from manymesh_fsdp.weights import NamedWeights
+from sdk.parts.log_probs import token_outputs
 
 Adapter = Literal["merged", "only"]
 

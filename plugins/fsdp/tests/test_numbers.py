@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM
 from core.config import OptimizerConfig
 from core.protocols import LossScale
 from manymesh_fsdp.engine import FsdpEngine
-from manymesh_fsdp.log_probs import token_outputs
 
 BATCHES = [make_batch(seed=0), make_batch(seed=1)]
 
@@ -161,52 +160,6 @@ def test_bf16_parameters_train(on, qwen3) -> None:
     made = on(2, train, qwen3, BATCHES, 2, dtype="bfloat16")[0]
     assert {each.dtype for each in made["weights"].values()} == {torch.bfloat16}
     assert all(norm > 0 and not skipped for _, norm, skipped in made["steps"])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_token_outputs_and_their_gradient_are_those_of_log_softmax(monkeypatch, dtype, temperature) -> None:
-    monkeypatch.setattr("manymesh_fsdp.log_probs.CHUNK_ELEMENTS", 40)  # several chunks
-    torch.manual_seed(0)
-    logits = torch.randn(2, 7, 11, dtype=dtype).mul(3).requires_grad_()
-    ids, weight = torch.randint(0, 11, (2, 7)), torch.randn(2, 2, 7)
-    made = token_outputs(logits, ids, temperature, entropy=True)
-    (made["log_probs"] * weight[0] + made["entropy"] * weight[1]).sum().backward()
-    gradient, logits.grad = logits.grad, None
-
-    log_softmax = (logits.float() / temperature).log_softmax(-1)[:, :-1]
-    log_probs = log_softmax.gather(-1, ids[:, 1:, None]).squeeze(-1)
-    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-    (log_probs * weight[0, :, 1:] + entropy * weight[1, :, 1:]).sum().backward()
-    for name, want in (("log_probs", log_probs), ("entropy", entropy)):
-        assert made[name][:, 0].eq(0).all()
-        torch.testing.assert_close(made[name][:, 1:], want, atol=1e-5, rtol=1e-5)
-    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(gradient, logits.grad, atol=tolerance, rtol=tolerance)
-
-
-def test_backward_of_token_outputs_keeps_no_second_copy_of_the_vocabulary() -> None:
-    logits = torch.randn(4, 32, 1000, dtype=torch.bfloat16, requires_grad=True)
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        token_outputs(logits, torch.randint(0, 1000, (4, 32)), 0.7, entropy=True)
-    assert logits.nbytes <= sum(kept.values()) < 1.05 * logits.nbytes
-
-
-def test_token_outputs_stand_vocabulary_that_is_masked_out() -> None:
-    logits = torch.randn(1, 3, 5)
-    logits[..., 4] = -torch.inf
-    logits.requires_grad_()
-    made = token_outputs(logits, torch.tensor([[0, 1, 2]]), entropy=True)
-    (made["log_probs"] + made["entropy"]).sum().backward()
-    assert made["entropy"].isfinite().all()
-    assert logits.grad is not None
-    assert logits.grad.isfinite().all()
 
 
 def test_only_what_is_asked_for_is_given(on, qwen3) -> None:

@@ -1,0 +1,1 @@
+"""Parts that training engines share, first- or third-party. They know `core` and torch, and no engine."""
