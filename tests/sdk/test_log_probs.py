@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,15 +10,8 @@ import torch.distributed as dist
 
 from core.errors import Refused
 from sdk.parts.log_probs import token_outputs, vocab_log_probs
-from sdk.testing import RankPool
 
 CHUNKS = "sdk.parts.log_probs.CHUNK_ELEMENTS"
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    with RankPool(2) as two, RankPool(4) as four:
-        yield {2: two, 4: four}
 
 
 def by_log_softmax(
@@ -90,7 +82,7 @@ def sharded(
     [(2, 64, 64, 1.0), (2, 64, 61, 0.7), (4, 64, 61, 0.7), (4, 32, 7, 1.0)],  # 7: two ranks hold padding alone
 )
 def test_a_vocabulary_split_over_ranks_is_as_the_whole_one(
-    pools: dict[int, RankPool], world_size: int, padded: int, vocab_size: int, temperature: float, dtype: torch.dtype
+    on, world_size: int, padded: int, vocab_size: int, temperature: float, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     logits = torch.randn(3, 9, padded).mul(3).to(dtype)
@@ -99,7 +91,7 @@ def test_a_vocabulary_split_over_ranks_is_as_the_whole_one(
     ids.view(-1)[:4] = torch.tensor([0, vocab_size - 1, padded // world_size - 1, padded // world_size]).clamp(
         max=vocab_size - 1
     )  # on the borders of the parts
-    ranks = pools[world_size].run(sharded, logits, ids, weight, temperature, vocab_size)
+    ranks = on(world_size, sharded, logits, ids, weight, temperature, vocab_size)
     want = by_log_softmax(logits[..., :vocab_size], ids, weight, temperature)
     gradient = torch.cat([each for _, each in ranks], -1)
     assert gradient.dtype == dtype
@@ -110,7 +102,7 @@ def test_a_vocabulary_split_over_ranks_is_as_the_whole_one(
 
 
 @pytest.mark.parametrize("case", ["one token", "extreme", "masked", "masked on a whole rank"])
-def test_odd_logits_split_over_ranks(pools: dict[int, RankPool], case: str) -> None:
+def test_odd_logits_split_over_ranks(on, case: str) -> None:
     torch.manual_seed(0)
     logits = torch.randn(2, 5, 8)
     ids = torch.randint(0, 4, (2, 5))
@@ -123,7 +115,7 @@ def test_odd_logits_split_over_ranks(pools: dict[int, RankPool], case: str) -> N
     else:
         logits[..., 4:] = -torch.inf
     weight = torch.randn(2, *ids.shape)
-    ranks = pools[2].run(sharded, logits, ids, weight, 0.7, 8)
+    ranks = on(2, sharded, logits, ids, weight, 0.7, 8)
     whole = logits.clone().requires_grad_()
     one = token_outputs(whole, ids, 0.7, entropy=True)
     (one["log_probs"] * weight[0] + one["entropy"] * weight[1]).sum().backward()
@@ -133,19 +125,19 @@ def test_odd_logits_split_over_ranks(pools: dict[int, RankPool], case: str) -> N
         check(made, gradient, want)
 
 
-def test_the_flat_form_shifts_nothing_and_gives_entropy_only_where_asked(pools: dict[int, RankPool]) -> None:
+def test_the_flat_form_shifts_nothing_and_gives_entropy_only_where_asked(on) -> None:
     def job(rank: int, world_size: int, logits: torch.Tensor, targets: torch.Tensor) -> Any:
         return vocab_log_probs(logits.chunk(world_size, -1)[rank], targets, group=dist.group.WORLD)
 
     torch.manual_seed(0)
     logits, targets = torch.randn(6, 8), torch.randint(0, 8, (6,))
     want = logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
-    for log_probs, entropy in [vocab_log_probs(logits, targets), *pools[2].run(job, logits, targets)]:
+    for log_probs, entropy in [vocab_log_probs(logits, targets), *on(2, job, logits, targets)]:
         torch.testing.assert_close(log_probs, want)
         assert entropy is None
 
 
-def test_ranks_meet_twice_a_call_however_many_chunks_and_never_in_backward(pools: dict[int, RankPool]) -> None:
+def test_ranks_meet_twice_a_call_however_many_chunks_and_never_in_backward(on) -> None:
     def job(rank: int, world_size: int) -> list[tuple[int, ...]]:
         import sdk.parts.log_probs as module
 
@@ -165,10 +157,10 @@ def test_ranks_meet_twice_a_call_however_many_chunks_and_never_in_backward(pools
             dist.all_reduce, module.CHUNK_ELEMENTS = real, chunk
         return seen
 
-    assert pools[2].run(job) == [[(12,), (3, 12)]] * 2
+    assert on(2, job) == [[(12,), (3, 12)]] * 2
 
 
-def test_what_does_not_fit_is_refused_on_every_rank(pools: dict[int, RankPool]) -> None:
+def test_what_does_not_fit_is_refused_on_every_rank(on) -> None:
     def job(rank: int, world_size: int) -> None:
         logits, targets, group = torch.zeros(3, 4), torch.zeros(3, dtype=torch.long), dist.group.WORLD
         for wrong in (0, 9):
@@ -180,7 +172,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(pools: dict[int, RankPool]) 
             with pytest.raises(RuntimeError, match=r"not in 0\.\.6"):
                 vocab_log_probs(logits, targets + stranger, group=group, vocab_size=7)
 
-    pools[2].run(job)
+    on(2, job)
 
 
 def test_backward_keeps_no_second_copy_of_the_vocabulary() -> None:

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from core.errors import Refused
-from manymesh_fsdp.agreement import agree, on_first_rank
+from sdk.parts.agreement import agree, on_first_rank
 
 FORMAT = 1
 MANIFEST = "manymesh.json"
