@@ -11,10 +11,11 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from fsdp_steps import OPTIMIZER, build, make_batch, movement_error, step, train, weights
+from fsdp_steps import build, step, train, weights
 
 from core.errors import Refused
 from manymesh_fsdp.checkpoint import MANIFEST
+from sdk.reference import OPTIMIZER, make_batch, movement_error
 
 BATCHES = [make_batch(seed=seed) for seed in range(4)]
 DECAYING = attrs.evolve(OPTIMIZER, schedule="linear", total_steps=5)

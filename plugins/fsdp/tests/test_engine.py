@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_steps import BOTH, PolicyLoss, build, infer, make_batch, scale_of, shares, step, weights
+from fsdp_steps import build, infer, shares, step, weights
 from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +26,7 @@ from manymesh_fsdp.config import FsdpConfig
 from manymesh_fsdp.engine import FsdpEngine
 from manymesh_fsdp.manifest import manymesh_manifests
 from manymesh_fsdp.plan import plan
+from sdk.reference import BOTH, PolicyLoss, make_batch, scale_of
 
 
 def test_listing_and_planning_import_nothing_heavy() -> None:

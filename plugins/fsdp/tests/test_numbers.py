@@ -7,24 +7,13 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from fsdp_steps import (
-    BOTH,
-    OPTIMIZER,
-    Plain,
-    PolicyLoss,
-    build,
-    infer,
-    make_batch,
-    movement_error,
-    scale_of,
-    train,
-    weights,
-)
+from fsdp_steps import build, infer, train, weights
 from transformers import AutoModelForCausalLM
 
 from core.config import OptimizerConfig
 from core.protocols import LossScale
 from manymesh_fsdp.engine import FsdpEngine
+from sdk.reference import BOTH, OPTIMIZER, PlainTrainer, PolicyLoss, make_batch, movement_error, scale_of
 
 BATCHES = [make_batch(seed=0), make_batch(seed=1)]
 
@@ -32,7 +21,7 @@ BATCHES = [make_batch(seed=0), make_batch(seed=1)]
 @pytest.fixture(scope="session")
 def plain(qwen3: str) -> dict[str, Any]:
     """The same two steps by the plain loop."""
-    model = Plain(qwen3)
+    model = PlainTrainer(qwen3)
     start, outputs = model.weights(), model.outputs(BATCHES[0])
     steps = [model.step(batch) for batch in BATCHES]
     return {
@@ -103,7 +92,7 @@ def test_the_check_above_would_see_rows_that_leak(qwen3, trap) -> None:
 )
 def test_how_a_step_is_run_does_not_change_it(on, qwen3, plain, options, same_as_plain) -> None:
     if not same_as_plain:
-        model = Plain(qwen3, options["optimizer"])
+        model = PlainTrainer(qwen3, options["optimizer"])
         plain = plain | {"steps": [model.step(batch) for batch in BATCHES], "weights": model.weights()}
     check_steps(on(2, train, qwen3, BATCHES, 2, **options), plain)
 
@@ -111,7 +100,7 @@ def test_how_a_step_is_run_does_not_change_it(on, qwen3, plain, options, same_as
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama", "qwen2"])
 def test_other_families_step_as_the_plain_loop(on, model_dir, family) -> None:
     directory = model_dir(family, tie_word_embeddings=False)
-    model = Plain(directory)
+    model = PlainTrainer(directory)
     start, steps = model.weights(), [model.step(batch) for batch in BATCHES]
     check_steps(on(2, train, directory, BATCHES, 2), {"start": start, "steps": steps, "weights": model.weights()})
 
@@ -121,7 +110,7 @@ def test_the_schedule_is_the_one_of_the_config(on, qwen3) -> None:
     engine = build(qwen3, optimizer=config)
     rates = [engine.lr_scheduler_step() for _ in range(6)]
     assert rates == pytest.approx([config.lr * config.lr_factor(number) for number in range(6)])
-    model = Plain(qwen3, config)
+    model = PlainTrainer(qwen3, config)
     start, steps = model.weights(), [model.step(batch) for batch in BATCHES]
     check_steps(
         on(2, train, qwen3, BATCHES, optimizer=config), {"start": start, "steps": steps, "weights": model.weights()}

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_steps import build, infer, make_batch, step, weights
+from fsdp_steps import build, infer, step, weights
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from core.errors import Refused
+from sdk.reference import make_batch
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("qwen3", {"tie_word_embeddings": True}),
