@@ -23,12 +23,13 @@ from core.errors import Refused
 from core.manifest import Limits
 from core.mesh import RankMesh
 from core.protocols import LossFn, LossScale, MicroResult, StepInfo, WeightSpec
-from manymesh_fsdp import checkpoint
+from manymesh_fsdp.checkpoint import read_tensors, write_tensors
 from manymesh_fsdp.config import FsdpConfig
 from manymesh_fsdp.model import drop_gradients, fsdp_modules, load_sharded, persistent
 from manymesh_fsdp.optimizer import ScheduledAdamW
 from manymesh_fsdp.plan import AXIS, plan
 from manymesh_fsdp.weights import NamedWeights
+from sdk.parts import checkpoint_directory
 from sdk.parts.log_probs import token_outputs
 
 Adapter = Literal["merged", "only"]
@@ -269,9 +270,10 @@ class FsdpEngine:
         Raises:
             Refused: on all ranks, where any cannot write. The engine and what was at `path` are untouched.
         """
-        contents = self._contents(step)
-        tensors = self._tensors() | checkpoint.rng_tensors(self._device, self._mesh.rank)
-        checkpoint.save(path, tensors, contents, self._group)
+        tensors = self._tensors() | checkpoint_directory.rng_tensors(self._device, self._mesh.rank)
+        checkpoint_directory.save(
+            path, self._contents(step), lambda directory: write_tensors(directory, tensors), self._group
+        )
 
     def load_checkpoint(self, path: str) -> int:
         """Collective. Model, optimizer, schedule and, at the world size it was saved with, random generators.
@@ -283,12 +285,12 @@ class FsdpEngine:
             Refused: on all ranks and with nothing changed, where there is no checkpoint, it is damaged, or it is of
                 another model.
         """
-        have = checkpoint.check(path, self._contents(0), self._group)
+        have = checkpoint_directory.check(path, self._contents(0), self._group)
         same_world = have.world_size == self._mesh.layout.world_size
-        rng = checkpoint.rng_tensors(self._device, self._mesh.rank) if same_world else {}
-        checkpoint.read_tensors(path, self._tensors() | rng)
+        rng = checkpoint_directory.rng_tensors(self._device, self._mesh.rank) if same_world else {}
+        read_tensors(path, self._tensors() | rng)
         if rng:
-            checkpoint.set_rng(rng, self._device, self._mesh.rank)
+            checkpoint_directory.set_rng(rng, self._device, self._mesh.rank)
         optimizer = self._ready().optimizer
         if optimizer is not None:
             optimizer.zero_grad()
@@ -303,9 +305,10 @@ class FsdpEngine:
             tensors |= {f"optimizer.{name}": each for name, each in loaded.optimizer.tensors().items()}
         return tensors
 
-    def _contents(self, step: int) -> checkpoint.Contents:
+    def _contents(self, step: int) -> checkpoint_directory.Contents:
         loaded = self._ready()
-        return checkpoint.Contents(
+        return checkpoint_directory.Contents(
+            engine="fsdp",
             step=step,
             schedule_step=loaded.optimizer.schedule_step if loaded.optimizer else 0,
             model_type=str(loaded.model.config.model_type),

@@ -14,7 +14,7 @@ import torch
 from fsdp_steps import build, step, train, weights
 
 from core.errors import Refused
-from manymesh_fsdp.checkpoint import MANIFEST
+from sdk.parts.checkpoint_directory import MANIFEST
 from sdk.reference import OPTIMIZER, make_batch, movement_error
 
 BATCHES = [make_batch(seed=seed) for seed in range(4)]
