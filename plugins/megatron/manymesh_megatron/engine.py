@@ -1,0 +1,384 @@
+"""The Megatron engine: megatron-core's models, schedules and optimizer behind `core.protocols.Engine`.
+
+Reading order of a step: `train_mode`, `optimizer_zero_grad`, `forward_backward`, `optimizer_step`, `lr_scheduler_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
+
+import attrs
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tensordict import TensorDict
+
+from core.errors import Refused
+from core.manifest import Limits, ModelFacts
+from core.mesh import RankMesh
+from core.protocols import LossFn, LossScale, MicroResult, StepInfo, WeightSpec
+from manymesh_megatron.config import MegatronConfig
+from manymesh_megatron.groups import close_groups, group_along, open_groups
+from manymesh_megatron.model import build_chunks, start_value_head, transformer_config
+from manymesh_megatron.offload import Parked, gradient_tensors, parameter_tensors, state_tensors
+from manymesh_megatron.optimizer import ScheduledOptimizer
+from manymesh_megatron.plan import plan
+from manymesh_megatron.runtime import Runtime
+from manymesh_megatron.schedule import Step
+from manymesh_megatron.weights import NamedWeights
+from sdk.parts.agreement import agree, on_first_rank
+from sdk.parts.micro_batches import check_padded, check_request
+
+Adapter = Literal["merged", "only"]
+
+
+@attrs.define
+class Loaded:
+    """What `initialize` makes."""
+
+    models: list[GPTModel]  # this rank's stages, in virtual order
+    chunks: list[Any]  # the same in megatron's DDP, where the engine is trainable
+    transformer: TransformerConfig
+    weights: NamedWeights
+    optimizer: ScheduledOptimizer | None
+    has_gradients: bool = False
+    away: dict[str, list[Parked]] = attrs.field(factory=dict)  # by part: "model", "optimizer"
+
+
+class MegatronEngine:
+    """Meets `core.protocols.Engine`. The default process group spans the engine's ranks.
+
+    Args:
+        config: options; see MegatronConfig.
+        device: "cpu", "cuda" or None for what the machine has.
+        model_type: "language_model" (log_probs, entropy) or "value_model" (values).
+
+    Raises:
+        Refused: torch.distributed is not initialised, no such device, a config that cannot be planned, or another
+            Megatron engine of this process has another layout.
+    """
+
+    def __init__(
+        self, config: MegatronConfig, device: str | None = None, *, model_type: str = "language_model"
+    ) -> None:
+        if not dist.is_initialized():
+            raise Refused(
+                "the engine needs torch.distributed to be initialised", mend="call core.device.join_world first"
+            )
+        self._config, self._value_head = config, model_type == "value_model"
+        self._runtime = Runtime.choose(config, device)
+        world = dist.group.WORLD
+        self._model: ModelFacts = on_first_rank(world, lambda: ModelFacts.read(config.model))
+        planned = plan(config, dist.get_world_size(), self._model)
+        self._limits = planned.limits
+        if self._value_head:
+            self._limits = attrs.evolve(planned.limits, outputs=frozenset({"values"}))
+        with self._runtime.scope():
+            open_groups(self, config)
+        self._mesh = RankMesh(planned.layouts["dense"], dist.get_rank(), planned.route, group_along)
+        self._loaded: Loaded | None = None
+
+    @property
+    def mesh(self) -> RankMesh:
+        return self._mesh
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    def initialize(self) -> None:
+        """Collective: build this rank's stages, read their weights, and make the optimizer.
+
+        Raises:
+            Refused: on all ranks, where the directory's weights are not those of the model, or cannot be read.
+        """
+        config = self._config
+        with self._runtime.scope():
+            model_parallel_cuda_manual_seed(config.seed)
+            transformer = transformer_config(config, self._model, self._runtime)
+            models = build_chunks(config, transformer, self._model, self._runtime, value_head=self._value_head)
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            weights = NamedWeights(models, transformer, self._model, groups, value_head=self._value_head)
+            start_value_head(models, config.seed)
+            self._read(weights)
+            chunks: list[Any] = list(models)
+            optimizer = None
+            if config.trainable:
+                chunks = [_in_ddp(model, transformer, config, first=i == 0) for i, model in enumerate(models)]
+                optimizer = ScheduledOptimizer(chunks, config)
+                _connect(transformer, chunks, config)
+        self._loaded = Loaded(models, chunks, transformer, weights, optimizer)
+        self._hooks(False)
+        self.to("cpu", model=config.offload_parameters, optimizer=config.offload_optimizer, grad=True)
+
+    def _read(self, weights: NamedWeights) -> None:
+        problem: Refused | None = None
+        try:
+            weights.read_directory(self._model.path)
+        except Refused as error:
+            problem = error
+        agree(dist.group.WORLD, problem)
+
+    def train_mode(self) -> AbstractContextManager[None]:
+        """Raises Refused for an engine that is not trainable."""
+        self._training()
+        return self._mode(training=True)
+
+    def eval_mode(self) -> AbstractContextManager[None]:
+        self._ready()
+        return self._mode(training=False)
+
+    @contextmanager
+    def _mode(self, *, training: bool) -> Iterator[None]:
+        # Load what is away, and send away again only that: a mode within a mode changes nothing for the outer one.
+        loaded = self._ready()
+        load_model = "model" in loaded.away
+        load_optimizer = training and "optimizer" in loaded.away
+        before = loaded.chunks[0].training
+        self.to("device", model=load_model, optimizer=load_optimizer, grad=load_model)
+        for chunk in loaded.chunks:
+            chunk.train(training)
+        self._hooks(training)
+        try:
+            yield
+        finally:
+            self._hooks(before)
+            for chunk in loaded.chunks:
+                chunk.train(before)
+            self.to(
+                "cpu",
+                model=load_model and self._config.offload_parameters,
+                optimizer=load_optimizer and self._config.offload_optimizer,
+                grad=True,
+            )
+
+    def _hooks(self, gathering: bool) -> None:
+        """With overlap_param_gather, parameters are whole only in forward passes under these hooks, or without them."""
+        loaded = self._ready()
+        if not (self._config.overlap_param_gather and loaded.optimizer):
+            return
+        with self._runtime.scope():
+            for chunk in loaded.chunks:
+                on = bool(chunk.remove_forward_pre_hook_handles)
+                if gathering and not on:
+                    chunk.enable_forward_pre_hook()
+                elif on and not gathering:
+                    chunk.disable_forward_pre_hook()
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[TensorDict],
+        loss_fn: LossFn | None,
+        scale: LossScale,
+        *,
+        forward_only: bool = False,
+        outputs: frozenset[str] = frozenset(),
+    ) -> list[MicroResult] | None:
+        """Collective; see core.protocols. Kept outputs stay on the device; training that fails leaves no gradients.
+
+        Raises:
+            Refused: an output that the engine doesn't have, a batch that isn't padded or not to a legal width, a number
+                of micro-batches that the schedule cannot run, weights that are on CPU, or training without a loss, or
+                of an engine that is not trainable.
+        """
+        loaded = self._ready()
+        where = "MegatronEngine.forward_backward"
+        check_request(self._limits, loss_fn, outputs, forward_only=forward_only, where=where)
+        if not forward_only:
+            self._training()
+        self._on("model")
+        for batch in micro_batches:
+            check_padded(batch, where=where)
+        self._check_shapes(micro_batches)
+        step = Step(
+            models=loaded.chunks,
+            micro_batches=micro_batches,
+            loss_fn=loss_fn,
+            scale=scale,
+            forward_only=forward_only,
+            outputs=outputs,
+            limits=self._limits,
+            vocab_size=self._model.vocab_size or 0,
+            device=self._runtime.device,
+            multiple=self._config.tensor_parallel if self._config.sequence_parallel else 1,
+        )
+        try:
+            with self._runtime.scope():
+                results = step.run()
+        except BaseException:
+            if not forward_only:
+                self.optimizer_zero_grad()
+            raise
+        loaded.has_gradients |= not forward_only
+        return results if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None
+
+    def _check_shapes(self, micro_batches: Sequence[TensorDict]) -> None:
+        number, width = self._limits.micro_batch_multiple, self._limits.sequence_multiple
+        widths = [int(batch["input_ids"].shape[1]) for batch in micro_batches]
+        if not widths or len(widths) % number or any(each % width for each in widths):
+            raise Refused(
+                "the engine cannot run micro-batches of this number or these widths",
+                have=f"{len(widths)} of {sorted(set(widths))} tokens",
+                want=f"a positive multiple of {number} micro-batches, padded to a multiple of {width} tokens",
+                mend="honour the engine's limits, as core.batch.to_padded(multiple=...) does",
+            )
+
+    def optimizer_zero_grad(self) -> None:
+        optimizer = self._training()
+        loaded = self._ready()
+        loaded.has_gradients = False
+        if "model" in loaded.away:
+            return  # gradients come back as zeros
+        with self._runtime.scope():
+            for chunk in loaded.chunks:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+
+    def optimizer_step(self) -> StepInfo:
+        """Collective. Raises Refused without gradients, or while parameters or optimizer state are on CPU."""
+        optimizer = self._training()
+        self._on("model", "optimizer")
+        if not self._ready().has_gradients:
+            raise Refused("there is no gradient to step with", mend="call forward_backward between zero_grad and step")
+        with self._runtime.scope():
+            return optimizer.step()
+
+    def lr_scheduler_step(self) -> float:
+        optimizer = self._training()
+        used = optimizer.lr
+        optimizer.schedule_step += 1
+        return used
+
+    def weight_specs(self, adapter: Adapter = "merged") -> Sequence[WeightSpec]:
+        return self._named(adapter).specs()
+
+    def export_weights(
+        self, adapter: Adapter = "merged", dst: Literal["all", "first"] = "all"
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Collective; see core.protocols. Parameters that are on CPU are loaded for the time."""
+        weights = self._named(adapter)
+
+        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+            with self.eval_mode():
+                tensors = weights.export(dst)
+                while True:
+                    with self._runtime.scope():  # not while the caller works with a tensor
+                        item = next(tensors, None)
+                    if item is None:
+                        return
+                    yield item
+
+        return stream()
+
+    def load_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Full tensors by the names of weight_specs, the same on every rank.
+
+        Raises:
+            Refused: an unknown or doubled name or a wrong shape, at once; missing names, at the end. What came
+                before is loaded then.
+        """
+        weights = self._named("merged")
+        loaded = self._ready()
+        with self.eval_mode():
+            try:
+                weights.load(stream)
+            finally:
+                if loaded.optimizer is not None:
+                    with self._runtime.scope():
+                        loaded.optimizer.take_weights()
+
+    def adapter_disabled(self) -> AbstractContextManager[None]:
+        """Raises Refused: the engine trains whole models."""
+        raise _no_adapter()
+
+    def to(self, device: Literal["cpu", "device"], *, model: bool, optimizer: bool, grad: bool) -> None:
+        """Move parameters and gradient buffers, and optimizer state.
+
+        Gradients are not kept on the way to the CPU: they come back as zeros, with the parameters, whatever `grad` says.
+        """
+        loaded = self._ready()
+        if device == "device":
+            for part, wanted in (("model", model), ("optimizer", optimizer)):
+                for parked in loaded.away.pop(part, []) if wanted else []:
+                    parked.restore()
+            return
+        if model and "model" not in loaded.away:
+            parked = [Parked(parameter_tensors(loaded.models))]
+            if loaded.optimizer is not None:
+                parked.append(Parked(gradient_tensors(loaded.chunks), keep=False))
+                loaded.has_gradients = False
+            loaded.away["model"] = parked
+        if optimizer and loaded.optimizer is not None and "optimizer" not in loaded.away:
+            loaded.away["optimizer"] = [Parked(state_tensors(loaded.optimizer))]
+        if model or optimizer:
+            self._runtime.free_cache()
+
+    def shutdown(self) -> None:
+        """Drop model and optimizer, and megatron's groups with the last engine. The process group is the worker's."""
+        self._loaded = None
+        close_groups(self)
+
+    def _ready(self) -> Loaded:
+        if self._loaded is None:
+            raise Refused("the engine holds no model", mend="call initialize() first")
+        return self._loaded
+
+    def _training(self) -> ScheduledOptimizer:
+        optimizer = self._ready().optimizer
+        if optimizer is None:
+            raise Refused("the engine is not trainable", have="trainable=False", mend="set trainable=True")
+        return optimizer
+
+    def _on(self, *parts: str) -> None:
+        if away := [part for part in parts if part in self._ready().away]:
+            raise Refused(
+                f"{' and '.join(away)} {'are' if len(away) > 1 else 'is'} on CPU, sent there by to() or offload",
+                mend="enter train_mode() or eval_mode(), or call to('device', ...)",
+                where="MegatronEngine",
+            )
+
+    def _named(self, adapter: Adapter) -> NamedWeights:
+        loaded = self._ready()
+        if adapter == "only":
+            raise _no_adapter()
+        return loaded.weights
+
+
+def _in_ddp(
+    model: GPTModel, transformer: TransformerConfig, config: MegatronConfig, *, first: bool
+) -> DistributedDataParallel:
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=config.distributed_optimizer,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
+        bucket_size=config.bucket_size,
+        check_for_nan_in_grad=False,  # it would end the process; the optimizer skips such a step
+    )
+    # Only the first virtual stage's communication is on the way of what follows.
+    return DistributedDataParallel(transformer, options, model, disable_bucketing=not first)
+
+
+def _connect(transformer: TransformerConfig, chunks: list[DistributedDataParallel], config: MegatronConfig) -> None:
+    """What megatron's schedules call."""
+
+    def finalize(models: list[Any], num_tokens: Any = None, **options: Any) -> None:
+        finalize_model_grads(models, None, **options)  # our losses are divided already
+
+    transformer.finalize_model_grads_func = finalize
+    if config.overlap_grad_reduce:
+        no_syncs: list[Any] = [chunk.no_sync for chunk in chunks]
+        transformer.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
+
+
+def _no_adapter() -> Refused:
+    return Refused(
+        "the Megatron engine has no adapters", have="whole parameters are trained", mend="use adapter='merged'"
+    )

@@ -1,0 +1,72 @@
+"""Moving a model's and an optimizer's tensors between the device and the CPU, in place.
+
+Parameters and gradients of megatron's DDP are views into flat buffers, so the buffers' memory is what is moved: their
+storage is freed and filled again, and every view stays what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from manymesh_megatron.optimizer import ScheduledOptimizer
+
+
+class Parked:
+    """Tensors whose memory is away: the storages are empty, the bytes are on CPU."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor], *, keep: bool = True) -> None:
+        """Take the tensors' memory away.
+
+        Args:
+            keep: keep their values; else they come back as zeros (gradients between steps).
+        """
+        self._away: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
+        seen: set[int] = set()
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() in seen or not storage.nbytes():
+                continue
+            seen.add(storage.data_ptr())
+            self._away.append((storage, storage.nbytes(), _to_cpu(storage) if keep else None))
+        for storage, _, _ in self._away:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        for storage, size, copy in self._away:
+            storage.resize_(size)
+            if copy is None:
+                storage.fill_(0)
+            else:
+                storage.copy_(copy, non_blocking=True)
+        self._away = []
+
+
+def _to_cpu(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    pinned = storage.device.type != "cpu"
+    return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned).untyped_storage().copy_(storage)
+
+
+def parameter_tensors(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+    return [each.data for chunk in chunks for each in chunk.parameters()]
+
+
+def gradient_tensors(chunks: Sequence[Any]) -> list[torch.Tensor]:
+    """The flat buffers of megatron's DDP."""
+    return [buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
+def state_tensors(optimizer: ScheduledOptimizer) -> list[torch.Tensor]:
+    """Moments and fp32 parameters. The latter are the model's own memory where the model is fp32: that is not moved."""
+    owned: list[torch.Tensor] = []
+    for part in optimizer.parts:
+        owned += [each for state in part.optimizer.state.values() for each in state.values() if _movable(each)]
+        for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):
+            owned += [each.data for group in getattr(part, name, ()) for each in group if each is not None]
+    return owned
+
+
+def _movable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0

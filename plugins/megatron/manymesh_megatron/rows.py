@@ -1,0 +1,100 @@
+"""A micro-batch in the form that megatron's stages run: padded or packed, and cut for context parallel; and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from tensordict import TensorDict
+from torch.nn import functional as F
+
+from manymesh_megatron.modules import from_zigzag, zigzag
+
+
+@attrs.frozen
+class Rows:
+    """One micro-batch on one rank.
+
+    Attributes:
+        ids: (rows, tokens / cp), or (1, all tokens) when packed.
+        targets: of the ids' shape; the id that each position predicts. What a row's last position predicts is nobody's.
+        positions: of the ids' shape, from the row's beginning.
+        packed: megatron's description of the rows' borders, None when padded.
+        mask: (rows, tokens) bool, the real tokens.
+    """
+
+    ids: torch.Tensor
+    targets: torch.Tensor
+    positions: torch.Tensor
+    packed: PackedSeqParams | None
+    mask: torch.Tensor
+    cp: Any
+
+    @classmethod
+    def of(cls, batch: TensorDict, cp: Any, *, packed: bool, multiple: int) -> Rows:
+        """Args:
+        cp: the context-parallel process group.
+        multiple: of the number of packed tokens (tp under sequence parallel).
+        """
+        ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        targets = ids.roll(-1, dims=1)
+        if packed:
+            return cls._pack(ids, targets, positions, mask, cp, multiple)
+        if cp.size() > 1:
+            ids, targets, positions = (_mine(each, cp) for each in (ids, targets, positions))
+        return cls(ids, targets, positions, None, mask, cp)
+
+    @classmethod
+    def _pack(
+        cls,
+        ids: torch.Tensor,
+        targets: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        cp: Any,
+        multiple: int,
+    ) -> Rows:
+        lengths = mask.sum(1)
+        lengths = lengths[lengths > 0]
+        total = int(lengths.sum())
+        extra = max(-total % multiple, 0 if total else multiple)
+        if extra:  # a row of its own, which nobody reads
+            lengths = torch.cat((lengths, lengths.new_tensor([extra])))
+        borders = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        longest = int(lengths.max())
+        params = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=longest, max_seqlen_kv=longest
+        )
+        flat = [F.pad(each[mask], (0, extra))[None] for each in (ids, targets, positions)]
+        return cls(flat[0], flat[1], flat[2], params, mask, cp)
+
+    def aligned(self, predicted: torch.Tensor) -> torch.Tensor:
+        """What positions predict, of the ids' shape, to (rows, tokens) fp32 where the value at t belongs to token t.
+
+        0 at position 0 and in padding. Context-parallel ranks get the whole rows; the gradient goes back to each rank's
+        own part, once, since all of them go on alike.
+        """
+        if self.packed is not None:
+            whole = predicted.new_zeros(self.mask.shape).masked_scatter(self.mask, predicted[0])
+        elif self.cp.size() > 1:
+            whole = _whole(predicted, self.cp)
+        else:
+            whole = predicted
+        empty = ~self.mask
+        empty[:, 0] = True
+        return F.pad(whole[:, :-1], (1, 0)).masked_fill(empty, 0.0)
+
+
+def _mine(rows: torch.Tensor, cp: Any) -> torch.Tensor:
+    pieces = rows.chunk(2 * cp.size(), 1)
+    return torch.cat([pieces[i] for i in zigzag(cp.rank(), cp.size())], 1)
+
+
+def _whole(part: torch.Tensor, cp: Any) -> torch.Tensor:
+    gathered = gather_from_sequence_parallel_region(part.t().contiguous(), tensor_parallel_output_grad=False, group=cp)
+    pieces = gathered.chunk(2 * cp.size())
+    return torch.cat([pieces[i] for i in from_zigzag(cp.size())]).t()

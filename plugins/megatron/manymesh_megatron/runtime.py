@@ -1,0 +1,78 @@
+"""The one object that holds all that differs between CUDA and CPU: device, layers, fused kernels, and the shim."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import attrs
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+from core.device import choose_device
+from core.errors import Refused
+from manymesh_megatron.config import MegatronConfig
+from manymesh_megatron.cpu_shim import on_cpu
+from manymesh_megatron.modules import local_block_spec
+
+
+@attrs.frozen
+class Runtime:
+    """How this rank runs megatron-core.
+
+    Attributes:
+        device: where parameters live while they are used.
+        scope: entered around everything that calls megatron-core.
+        transformer_engine: whether its layers are used; else megatron's own with ours in them.
+        transformer: fields of megatron's TransformerConfig that the machine decides.
+    """
+
+    device: torch.device
+    scope: Callable[[], AbstractContextManager[None]]
+    transformer_engine: bool
+    transformer: dict[str, Any]
+
+    @classmethod
+    def choose(cls, config: MegatronConfig, device: str | None) -> Runtime:
+        """Raises Refused: no such device, or TransformerEngine's layers where it isn't."""
+        chosen = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        on_cuda = chosen.type == "cuda"
+        have = on_cuda and importlib.util.find_spec("transformer_engine") is not None
+        if config.layer_spec == "transformer_engine" and not have:
+            raise Refused(
+                "TransformerEngine's layers need CUDA and the package transformer-engine",
+                have=f"device {chosen}, the package is {'' if have else 'not '}usable",
+                mend="install transformer-engine[pytorch], or set layer_spec='auto'",
+            )
+        transformer_engine = have and config.layer_spec != "local"
+        return cls(chosen, nullcontext if on_cuda else on_cpu, transformer_engine, _fused(transformer_engine, on_cuda))
+
+    def block_spec(self, config: Any, vp_stage: int | None) -> Any:
+        """megatron's spec of the layers of one (virtual) stage."""
+        if not self.transformer_engine:
+            return local_block_spec(config, vp_stage)
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+
+    def free_cache(self) -> None:
+        """Give memory that the allocator holds back to the device, for other processes on it."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _fused(transformer_engine: bool, on_cuda: bool) -> dict[str, Any]:
+    """Fused kernels: apex's never, since its absence is an error at the first call; TransformerEngine's where it is."""
+    return {
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": on_cuda,
+        "apply_rope_fusion": transformer_engine,
+        "moe_grouped_gemm": transformer_engine,
+        "moe_permute_fusion": transformer_engine,
+        # Stages free what they have sent; on CPU that takes a way into autograd which leaves the shim.
+        "deallocate_pipeline_outputs": on_cuda,
+    }

@@ -1,0 +1,109 @@
+"""One pass of micro-batches through megatron's pipeline schedule, with the loss inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from tensordict import TensorDict
+
+from core.batch import metadata
+from core.manifest import Limits
+from core.protocols import LossFn, LossScale, Metric, MicroResult
+from manymesh_megatron.rows import Rows
+from sdk.parts.log_probs import vocab_log_probs
+from sdk.parts.micro_batches import check_differentiable
+
+
+@attrs.frozen
+class Step:
+    """A forward, or a forward and backward, over micro-batches.
+
+    Attributes:
+        models: this rank's stages, in virtual order.
+        vocab_size: without padding.
+        multiple: of the number of packed tokens.
+    """
+
+    models: Sequence[Any]
+    micro_batches: Sequence[TensorDict]
+    loss_fn: LossFn | None
+    scale: LossScale
+    forward_only: bool
+    outputs: frozenset[str]
+    limits: Limits
+    vocab_size: int
+    device: torch.device
+    multiple: int
+
+    def run(self) -> list[MicroResult]:
+        """Results in the micro-batches' order; on the last stage only."""
+        rows, width = self.micro_batches[0]["input_ids"].shape
+        iterators = [iter(self.micro_batches) for _ in self.models]
+        with torch.set_grad_enabled(not self.forward_only):
+            results: list[MicroResult] = get_forward_backward_func()(
+                forward_step_func=self._forward,
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=list(self.models) if len(self.models) > 1 else self.models[0],
+                num_microbatches=len(self.micro_batches),
+                # Where stages tell each other the shapes, these two are not read.
+                seq_length=width,
+                micro_batch_size=rows,
+                forward_only=self.forward_only,
+            )
+        return results
+
+    def _forward(self, batches: Iterator[TensorDict], model: Any) -> tuple[torch.Tensor, Any]:
+        batch = next(batches)
+        if batch["input_ids"].device != self.device:
+            # Stages between the first and the last need no more than the rows' shapes.
+            last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            batch = (batch if last else batch.select("input_ids", "attention_mask")).to(self.device)
+        cp = parallel_state.get_context_parallel_group()
+        rows = Rows.of(batch, cp, packed=self.limits.packed, multiple=self.multiple)
+        made = model(rows.ids, rows.positions, None, packed_seq_params=rows.packed)
+        return made, lambda output: self._loss(output, rows, batch)
+
+    def _loss(
+        self, output: torch.Tensor, rows: Rows, batch: TensorDict
+    ) -> tuple[torch.Tensor, torch.Tensor, MicroResult]:
+        """(share of the loss, nothing for megatron to divide by, what the engine returns)."""
+        needs = frozenset(self.loss_fn.needs) if self.loss_fn is not None else frozenset()
+        wanted = needs | self.outputs if self.forward_only else needs
+        made = self._outputs(output, rows, metadata(batch, "temperature", 1.0), wanted)
+        share = output.new_zeros((), dtype=torch.float32)
+        metrics: Mapping[str, Metric] = {}
+        if self.loss_fn is not None:
+            share, metrics = self.loss_fn({name: made[name] for name in needs}, batch, self.scale)
+            if not self.forward_only:
+                check_differentiable(share, self.loss_fn)
+        kept = {name: made[name] for name in self.outputs} if self.forward_only else {}
+        result = MicroResult(TensorDict(kept, batch.batch_size) if kept else None, metrics)
+        return share, torch.zeros((), dtype=torch.int, device=output.device), result
+
+    def _outputs(
+        self, output: torch.Tensor, rows: Rows, temperature: float, wanted: frozenset[str]
+    ) -> dict[str, torch.Tensor]:
+        """The wanted outputs, (rows, tokens) fp32, of (rows, tokens / cp, vocabulary / tp) or (rows, tokens / cp, 1)."""
+        if not wanted:
+            return {}
+        if "values" in wanted:
+            return {"values": rows.aligned(output.squeeze(-1).float())}
+        log_probs, entropy = vocab_log_probs(
+            output.flatten(0, 1),
+            rows.targets.flatten(),
+            temperature,
+            "entropy" in wanted,
+            parallel_state.get_tensor_model_parallel_group(),
+            self.vocab_size,
+        )
+        flat = {"log_probs": log_probs, "entropy": entropy}
+        return {
+            name: rows.aligned(value.view_as(rows.ids))
+            for name, value in flat.items()
+            if name in wanted and value is not None
+        }
