@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from core.batch import is_jagged, metadata
+from core.batch import metadata
 from core.device import choose_device
 from core.errors import Refused
 from core.manifest import Limits
@@ -31,6 +31,7 @@ from manymesh_fsdp.plan import AXIS, plan
 from manymesh_fsdp.weights import NamedWeights
 from sdk.parts import checkpoint_directory
 from sdk.parts.log_probs import token_outputs
+from sdk.parts.micro_batches import check_loss, check_padded, check_request
 
 Adapter = Literal["merged", "only"]
 
@@ -147,21 +148,13 @@ class FsdpEngine:
         """
         loaded = self._ready()
         model = loaded.model
-        needs = frozenset(loss_fn.needs) if loss_fn is not None else frozenset()
-        if unknown := sorted((needs | outputs) - self._limits.outputs):
-            raise Refused(
-                f"the engine has no outputs {unknown}",
-                want=f"some of {sorted(self._limits.outputs)}",
-                where="FsdpEngine.forward_backward",
-            )
+        where = "FsdpEngine.forward_backward"
+        wanted = check_request(self._limits, loss_fn, outputs, forward_only=forward_only, where=where)
         if not forward_only:
             self._training()
-            if loss_fn is None:
-                raise Refused("training needs a loss", mend="pass loss_fn, or forward_only=True")
         self._on("model")
         for batch in micro_batches:
-            _check_padded(batch)
-        wanted = needs | outputs if forward_only else needs
+            check_padded(batch, where=where)
         last = len(micro_batches) - 1
         results = []
         try:
@@ -175,9 +168,10 @@ class FsdpEngine:
                     made = self._outputs(model, batch, wanted)
                     metrics: Mapping[str, Any] = {}
                     if loss_fn is not None:
-                        loss, metrics = loss_fn({name: made[name] for name in needs}, batch, scale)
+                        loss, metrics = loss_fn({name: made[name] for name in loss_fn.needs}, batch, scale)
                         if not forward_only:
-                            _backward(loss, loss_fn)
+                            check_loss(loss, loss_fn, where=where)
+                            loss.backward()
                     kept = {name: made[name] for name in outputs} if forward_only else {}
                     results.append(MicroResult(TensorDict(kept, batch.batch_size) if kept else None, metrics))
         except BaseException:
@@ -345,30 +339,6 @@ class FsdpEngine:
         if adapter == "only":
             raise _no_adapter()
         return loaded.weights
-
-
-def _check_padded(batch: TensorDict) -> None:
-    ids, mask = batch.get("input_ids", None), batch.get("attention_mask", None)
-    if ids is None or mask is None or is_jagged(ids) or ids.ndim != 2 or ids.shape != mask.shape:
-        raise Refused(
-            "a micro-batch is padded: input_ids and attention_mask of (rows, tokens)",
-            have={name: "jagged" if is_jagged(value) else tuple(value.shape) for name, value in batch.items()},
-            where="FsdpEngine.forward_backward",
-            mend="use core.batch.to_padded",
-        )
-    temperature = metadata(batch, "temperature", 1.0)
-    if not temperature > 0:
-        raise Refused("a temperature is above 0", have=temperature, where="the batch's metadata")
-
-
-def _backward(loss: torch.Tensor, loss_fn: LossFn) -> None:
-    if not loss.requires_grad:
-        raise Refused(
-            "the loss depends on no output of the model, so it has no gradient",
-            have=f"needs {sorted(loss_fn.needs)}",
-            mend="compute the loss from the outputs that it needs, without detaching them",
-        )
-    loss.backward()
 
 
 def _no_adapter() -> Refused:

@@ -7,8 +7,7 @@ the smallest set of parameters that such a conversion treats together: nearly al
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, cast
 
 import attrs
@@ -25,14 +24,9 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from core.errors import Refused
 from core.protocols import WeightSpec
 from manymesh_fsdp.model import copy_full, persistent
-
-FUSED_BY_ROLLOUTS = (
-    (re.compile(r"\.(?:q|k|v)_proj\."), ".qkv_proj."),
-    (re.compile(r"\.(?:gate|up)_proj\."), ".gate_up_proj."),
-)
+from sdk.parts.weights import checked, together
 
 
 @attrs.frozen
@@ -78,7 +72,7 @@ class NamedWeights:
         tensors = persistent(self._model)
         dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
         return [
-            WeightSpec(name, tuple(shape), dtypes[unit.parameters[0]], _together(name))
+            WeightSpec(name, tuple(shape), dtypes[unit.parameters[0]], together(name))
             for unit in self.units
             for name, shape in unit.saved.items()
         ]
@@ -102,25 +96,14 @@ class NamedWeights:
         """Copy full tensors, the same stream on every rank, into the shards. Not collective.
 
         Raises:
-            Refused: an unknown name, one that came before, a wrong shape, or (at the end) names that never came. What
-                came before is loaded then: a stream cannot be checked in advance.
+            Refused: as sdk.parts.weights.checked.
         """
         tensors = persistent(self._model)
         owner = {name: unit for unit in self.units for name in unit.saved}
         waiting: dict[int, dict[str, torch.Tensor]] = {}
-        seen: set[str] = set()
-        for name, tensor in stream:
-            unit = owner.get(name)
-            if unit is None or name in seen:
-                raise _refused_names(owner.keys(), seen, name)
-            if tensor.shape != unit.saved[name]:
-                raise Refused(
-                    f"the weight {name!r} has another shape than the model's",
-                    have=tuple(tensor.shape),
-                    want=tuple(unit.saved[name]),
-                    mend="send the weights of the model that the engine was built from",
-                )
-            seen.add(name)
+        shapes = {name: unit.saved[name] for name, unit in owner.items()}
+        for name, tensor in checked(stream, shapes):
+            unit = owner[name]
             if unit.plain:
                 copy_full(tensors[name], tensor)
                 continue
@@ -129,8 +112,6 @@ class NamedWeights:
             if len(parts) == len(unit.saved):
                 for parameter, full in self._convert(waiting.pop(id(unit))).items():
                     copy_full(tensors[parameter], full)
-        if len(seen) < len(owner):
-            raise _refused_names(owner.keys(), seen)
 
     def _convert(self, saved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Saved tensors of one unit to parameters, by the steps that from_pretrained takes."""
@@ -159,22 +140,3 @@ def _full(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     full: torch.Tensor = cast(DTensor, tensor.detach().to(device)).full_tensor()
     # On one rank the full tensor is the shard itself.
     return full.clone() if tensor.device_mesh.size() == 1 else full
-
-
-def _together(name: str) -> str | None:
-    for pattern, fused in FUSED_BY_ROLLOUTS:
-        if pattern.search(name):
-            return pattern.sub(fused, name)
-    return None
-
-
-def _refused_names(known: Any, seen: set[str], unexpected: str | None = None) -> Refused:
-    missing: Sequence[str] = [name for name in known if name not in seen]
-    what = "a weight came twice" if unexpected in seen else "a weight has a name that the model doesn't know"
-    return Refused(
-        what if unexpected else "weights are missing, and the model is loaded in part",
-        have=f"{len(seen)} matched, {len(missing)} missing: {list(missing[:8])}, "
-        f"unexpected: {[unexpected] if unexpected else []}",
-        want=f"each of the {len(known)} names of weight_specs once",
-        mend="send every tensor of weight_specs by its name",
-    )
