@@ -99,7 +99,8 @@ class Manifest:
 
     Attributes:
         kind, name: the key under which users ask for it, e.g. ("engine", "fsdp").
-        factory: called as `factory(config, device=...)` in the worker.
+        factory: called in the worker as `factory(config, device=...)`, and with `model_type=...` too where model_types
+            has several: the one that was asked for, None where that was left open.
         config: attrs class that holds its options.
         planner: see Planner. None: the backend plans nothing before it is built.
         model_types: "language_model", "value_model".

@@ -2,6 +2,8 @@
 
 A batch is a TensorDict, one row a sequence (prompt then response). Token columns are aligned with `input_ids`: the
 value at position t belongs to token t, so log_probs[t] = log p(input_ids[t] | input_ids[:t]) and log_probs[0] = 0.
+Likewise values[t] is the value of the prefix input_ids[:t], the state in which token t was chosen (read off the model
+at position t - 1), and values[0] = 0.
 Between driver and workers token columns are jagged (nested tensors that share their offsets); micro-batches are padded
 on the right, (rows, tokens) with `attention_mask`. Either form is accepted by worker methods.
 

@@ -127,7 +127,7 @@ class EngineRegistry:
         vendor: str | None = None,
         expect: Choice | None = None,
     ) -> Any:
-        """Import the chosen backend's factory, and no other's, and call `factory(config, device=device)`.
+        """Import the chosen backend's factory, and no other's, and call it as Manifest.factory says.
 
         Args:
             config: an instance of the manifest's config class, or a mapping of its options.
@@ -144,7 +144,9 @@ class EngineRegistry:
         if expect is not None and entry.choice != expect:
             raise _differs(expect, str(entry.choice), f"ask for {expect.distribution}:{expect.name}")
         options = structure(_load(entry, "config"), config, where=f"config of {kind} {entry.name!r}")
-        return _load(entry, "factory")(options, device=device)
+        several = entry.manifest is not None and len(entry.manifest.model_types) > 1
+        asked = {"model_type": model_type} if several else {}
+        return _load(entry, "factory")(options, device=device, **asked)
 
     def plan(
         self, backend: str, config: Any, world_size: int, model: ModelFacts | None, kind: Kind = "engine"

@@ -417,6 +417,17 @@ def test_build_structures_the_options_and_imports_only_the_chosen_backend(site: 
     assert (again.config.model, again.device) == ("big", None)
 
 
+def test_a_backend_of_several_model_types_is_told_which_was_asked_for(site: Path) -> None:
+    install_toy(site, model_types={"language_model", "value_model"}, factory="acme_toy_both:make")
+    (site / "acme_toy_both.py").write_text("def make(config, device, model_type): return model_type")
+    registry = discovered()
+    assert [registry.build(each, "toy", {}) for each in ("value_model", "language_model", None)] == [
+        "value_model",
+        "language_model",
+        None,
+    ]
+
+
 def test_a_wrong_option_is_refused_with_path_and_nearest_name(site: Path) -> None:
     install_toy(site)
     with pytest.raises(ConfigError, match="unknown key 'learning_rat'") as raised:
