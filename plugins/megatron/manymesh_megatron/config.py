@@ -8,39 +8,61 @@ from typing import Any, Literal
 import attrs
 
 from core.config import EngineConfig
-from core.errors import ConfigError, did_you_mean
+from core.errors import ConfigError
 
 ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
 
-# Fields of megatron's TransformerConfig that an option decides, or the model's config.json.
-OWNED: Mapping[str, str] = {
-    "tensor_model_parallel_size": "tensor_parallel",
-    "pipeline_model_parallel_size": "pipeline_parallel",
-    "virtual_pipeline_model_parallel_size": "virtual_pipeline",
-    "context_parallel_size": "context_parallel",
-    "expert_model_parallel_size": "expert_parallel",
-    "expert_tensor_parallel_size": "expert_tensor_parallel",
-    "sequence_parallel": "sequence_parallel",
-    "overlap_p2p_comm": "overlap_p2p",
-    "batch_p2p_comm": "overlap_p2p",
-    "recompute_granularity": "recompute",
-    "recompute_method": "recompute",
-    "recompute_num_layers": "recompute_layers",
-    "moe_token_dispatcher_type": "moe_dispatcher",
-    "params_dtype": "dtype",
-    "bf16": "dtype",
-    "fp16": "dtype",
+# Fields of megatron's TransformerConfig that are not the user's to override, and what decides them.
+_OWNERS: Mapping[str, str] = {
+    "tensor_model_parallel_size": "the option tensor_parallel",
+    "pipeline_model_parallel_size": "the option pipeline_parallel",
+    "virtual_pipeline_model_parallel_size": "the option virtual_pipeline",
+    "context_parallel_size": "the option context_parallel",
+    "expert_model_parallel_size": "the option expert_parallel",
+    "expert_tensor_parallel_size": "the option expert_tensor_parallel",
+    "sequence_parallel": "the option sequence_parallel",
+    "overlap_p2p_comm": "the option overlap_p2p",
+    "batch_p2p_comm": "the option overlap_p2p",
+    "recompute_granularity": "the option recompute",
+    "recompute_method": "the option recompute",
+    "recompute_num_layers": "the option recompute_layers",
+    "moe_token_dispatcher_type": "the option moe_dispatcher",
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "the option dtype"),
+    **dict.fromkeys(("calculate_per_token_loss", "variable_seq_lengths", "finalize_model_grads_func"), "the engine"),
+    **dict.fromkeys(
+        (
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+            "pipeline_model_parallel_layout",
+        ),
+        "the engine, which deals layers to stages evenly",
+    ),
+    **dict.fromkeys(
+        (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "normalization",
+            "layernorm_epsilon",
+            "qk_layernorm",
+            "add_bias_linear",
+            "add_qkv_bias",
+            "gated_linear_unit",
+            "activation_func",
+            "num_moe_experts",
+            "moe_ffn_hidden_size",
+            "moe_layer_freq",
+            "moe_router_topk",
+            "moe_router_pre_softmax",
+        ),
+        "the model's config.json",
+    ),
 }
-# Other fields of it that the planner's checks or the exchange of weights rely on.
-FIXED = frozenset(
-    {
-        "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split",
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-        "pipeline_model_parallel_layout",
-    }
-)
 
 
 def _at_least_one(_: object, attribute: attrs.Attribute[Any], value: int | None) -> None:
@@ -52,22 +74,28 @@ def _axis_order(_: object, attribute: attrs.Attribute[Any], value: str) -> None:
     axes = value.split("-")
     want = f"some of {', '.join(ORDER_AXES)} joined by '-', innermost first, each once"
     if unknown := [axis for axis in axes if axis not in ORDER_AXES]:
-        mend = did_you_mean(unknown[0], ORDER_AXES)
-        raise ConfigError(f"order has no axis {unknown[0]!r}", have=repr(value), want=want, where="order", mend=mend)
+        raise ConfigError(f"order has no axis {unknown[0]!r}", have=repr(value), want=want, where="order")
     if len(set(axes)) < len(axes):
         raise ConfigError("order names an axis twice", have=repr(value), want=want, where="order")
 
 
+def _two_or_more(_: object, attribute: attrs.Attribute[Any], value: int | None) -> None:
+    if value is not None and value < 2:
+        raise ConfigError(
+            f"{attribute.name} counts the stages of each rank, from 2 on",
+            have=value,
+            want="2 or more, or nothing",
+            where=attribute.name,
+            mend=f"leave out {attribute.name} for one stage a rank",
+        )
+
+
 def _overrides(_: object, attribute: attrs.Attribute[Any], value: Mapping[str, Any]) -> None:
     for name in value:
-        where = f"transformer.{name}"
-        if name in OWNED:
+        if owner := _OWNERS.get(name):
+            where = f"{attribute.name}.{name}"
             raise ConfigError(
-                f"{name} is set by the option {OWNED[name]}", have=where, where=where, mend=f"set {OWNED[name]} instead"
-            )
-        if name in FIXED:
-            raise ConfigError(
-                "layers are dealt to pipeline stages evenly", have=where, where=where, mend=f"leave out {where}"
+                f"{name} is decided by {owner}", have=f"{name}={value[name]!r}", where=where, mend=f"leave out {where}"
             )
 
 
@@ -86,7 +114,7 @@ class MegatronConfig(EngineConfig):
 
     tensor_parallel: int = _size()
     pipeline_parallel: int = _size()
-    virtual_pipeline: int | None = _size(None)  # stages a rank holds, interleaved; None: one
+    virtual_pipeline: int | None = attrs.field(default=None, validator=_two_or_more)  # stages a rank; None: one
     context_parallel: int = _size()
     expert_parallel: int = _size()
     expert_tensor_parallel: int | None = _size(None)  # None: as tensor_parallel, which is megatron's default
@@ -99,7 +127,7 @@ class MegatronConfig(EngineConfig):
     recompute: Literal["none", "selective", "full"] = "none"  # of activations in backward
     recompute_layers: int = _size()  # layers that "full" recomputes as one block
     moe_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    packing: bool | None = None  # run rows without padding; None: where the attention can
+    packing: bool | None = None  # run rows without padding; None: padded
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"  # whose layers; "auto": the machine's best
     offload_parameters: bool = False  # parameters and gradients on CPU outside of train_mode and eval_mode
     offload_optimizer: bool = False  # optimizer state on CPU outside of train_mode
