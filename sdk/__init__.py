@@ -1,1 +1,1 @@
-"""For authors of plugins: `sdk.testing` has a world of real ranks and tiny models."""
+"""For authors of plugins: `sdk.parts`, what training engines share; `sdk.testing`, real ranks and tiny models."""

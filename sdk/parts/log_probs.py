@@ -92,7 +92,7 @@ def vocab_log_probs(
     width = logits.shape[-1]
     if vocab_size is not None and not 0 < vocab_size <= size * width:
         raise Refused(
-            "the vocabulary is larger than the logits",
+            "the vocabulary's size doesn't fit the logits",
             have=f"vocab_size={vocab_size}, {size} ranks with {width} logits a token",
             want=f"1..{size * width}",
             where="vocab_log_probs",
