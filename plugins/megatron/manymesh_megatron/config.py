@@ -160,4 +160,6 @@ class MegatronConfig(EngineConfig):
     @property
     def packed(self) -> bool:
         """Whether rows are run without padding between them."""
-        return bool(self.packing)
+        if self.packing is None:
+            return self.layer_spec == "transformer_engine" and self.context_parallel == 1
+        return self.packing

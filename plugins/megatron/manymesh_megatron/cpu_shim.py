@@ -1,4 +1,4 @@
-"""What lets megatron-core run on a machine without CUDA: inside `on_cpu()`, what it asks of CUDA is answered by the CPU.
+"""megatron-core on a machine without CUDA: inside `on_cpu()`, what it asks of CUDA is answered by the CPU.
 
 megatron-core names CUDA literally (devices, streams, random states, tensor types) and uses collectives that gloo lacks.
 No file of it is edited. Outside of the context nothing is changed; torch's function modes are of one thread.

@@ -58,16 +58,14 @@ class MegatronEngine:
     Args:
         config: options; see MegatronConfig.
         device: "cpu", "cuda" or None for what the machine has.
-        model_type: "language_model" (log_probs, entropy) or "value_model" (values).
+        model_type: "language_model" (log_probs, entropy; also for None) or "value_model" (values).
 
     Raises:
         Refused: torch.distributed is not initialised, no such device, a config that cannot be planned, or another
             Megatron engine of this process has another layout.
     """
 
-    def __init__(
-        self, config: MegatronConfig, device: str | None = None, *, model_type: str = "language_model"
-    ) -> None:
+    def __init__(self, config: MegatronConfig, device: str | None = None, *, model_type: str | None = None) -> None:
         if not dist.is_initialized():
             raise Refused(
                 "the engine needs torch.distributed to be initialised", mend="call core.device.join_world first"
@@ -190,7 +188,7 @@ class MegatronEngine:
         """
         loaded = self._ready()
         where = "MegatronEngine.forward_backward"
-        check_request(self._limits, loss_fn, outputs, forward_only=forward_only, where=where)
+        wanted = check_request(self._limits, loss_fn, outputs, forward_only=forward_only, where=where)
         if not forward_only:
             self._training()
         self._on("model")
@@ -204,10 +202,12 @@ class MegatronEngine:
             scale=scale,
             forward_only=forward_only,
             outputs=outputs,
+            wanted=wanted,
             limits=self._limits,
             vocab_size=self._model.vocab_size or 0,
             device=self._runtime.device,
             multiple=self._config.tensor_parallel if self._config.sequence_parallel else 1,
+            shapes=self._common_shapes(micro_batches),
         )
         try:
             with self._runtime.scope():
@@ -229,6 +229,14 @@ class MegatronEngine:
                 want=f"a positive multiple of {number} micro-batches, padded to a multiple of {width} tokens",
                 mend="honour the engine's limits, as core.batch.to_padded(multiple=...) does",
             )
+
+    def _common_shapes(self, micro_batches: Sequence[TensorDict]) -> list[tuple[int, int]] | None:
+        """Collective where experts gather the tokens of all ranks: that dispatcher does so for equal numbers only."""
+        if self._config.moe_dispatcher != "allgather" or self._config.expert_parallel == 1:
+            return None
+        shapes = torch.tensor([batch["input_ids"].shape for batch in micro_batches], device=self._runtime.device)
+        dist.all_reduce(shapes, op=dist.ReduceOp.MAX)
+        return [(rows, tokens) for rows, tokens in shapes.tolist()]
 
     def optimizer_zero_grad(self) -> None:
         optimizer = self._training()
@@ -301,7 +309,7 @@ class MegatronEngine:
     def to(self, device: Literal["cpu", "device"], *, model: bool, optimizer: bool, grad: bool) -> None:
         """Move parameters and gradient buffers, and optimizer state.
 
-        Gradients are not kept on the way to the CPU: they come back as zeros, with the parameters, whatever `grad` says.
+        Gradients are not kept on the way to the CPU: they come back as zeros, with the parameters.
         """
         loaded = self._ready()
         if device == "device":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from core.errors import Refused
@@ -39,8 +40,7 @@ def open_groups(user: Any, config: MegatronConfig) -> None:
             mend="give actor and reference the same sizes, or put them into groups of their own",
         )
     if used is None:
-        if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
+        destroy_groups()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_parallel,
             pipeline_model_parallel_size=config.pipeline_parallel,
@@ -57,7 +57,16 @@ def open_groups(user: Any, config: MegatronConfig) -> None:
 def close_groups(user: Any) -> None:
     """The last user's leaving frees the groups."""
     if _users.pop(user, None) is not None and not _users:
-        parallel_state.destroy_model_parallel()
+        destroy_groups()
+
+
+def destroy_groups() -> None:
+    """Collective. megatron only forgets its groups, and each keeps threads and sockets or device memory."""
+    made = [each for each in (parallel_state._global_process_group_list or ()) if each is not None]
+    parallel_state.destroy_model_parallel()
+    for group in made:
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
 
 
 def group_along(*axes: str) -> Any:

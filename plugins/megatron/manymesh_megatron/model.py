@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from core.errors import ConfigError, Refused, did_you_mean
 from core.manifest import ModelFacts
 from manymesh_megatron.config import MegatronConfig
+from manymesh_megatron.families import Architecture, read_architecture
 from manymesh_megatron.modules import ValueHead
 from manymesh_megatron.runtime import Runtime
 
@@ -27,6 +28,7 @@ def transformer_config(config: MegatronConfig, model: ModelFacts, runtime: Runti
         Refused: megatron refuses the combination.
     """
     hf = _hf_config(model)
+    architecture = read_architecture(model)
     dtype = getattr(torch, config.dtype)
     fields: dict[str, Any] = {
         "num_layers": hf.num_hidden_layers,
@@ -34,7 +36,7 @@ def transformer_config(config: MegatronConfig, model: ModelFacts, runtime: Runti
         "ffn_hidden_size": hf.intermediate_size,
         "num_attention_heads": hf.num_attention_heads,
         "num_query_groups": hf.num_key_value_heads,
-        "kv_channels": getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        "kv_channels": architecture.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf.rms_norm_eps,
         "qk_layernorm": hf.model_type in ("qwen3", "qwen3_moe"),
@@ -63,7 +65,7 @@ def transformer_config(config: MegatronConfig, model: ModelFacts, runtime: Runti
         # Every weight is loaded after this, but megatron marks a sharded one only where it initialises it.
         "init_method": _leave,
         "output_layer_init_method": _leave,
-        **_experts(hf),
+        **_experts(hf, architecture),
         **_recompute(config),
         **_pipeline(config),
         **runtime.transformer,
@@ -89,7 +91,7 @@ def transformer_config(config: MegatronConfig, model: ModelFacts, runtime: Runti
 def build_chunks(
     config: MegatronConfig, transformer: TransformerConfig, model: ModelFacts, runtime: Runtime, *, value_head: bool
 ) -> list[GPTModel]:
-    """This rank's stages, in virtual order; their parameters hold nothing yet (a value head: see `start_value_head`)."""
+    """This rank's stages, in virtual order; their parameters hold nothing yet."""
     hf = _hf_config(model)
     rope = dict(hf.rope_parameters)
     scaled = rope.get("rope_type", "default") == "llama3"
@@ -147,14 +149,15 @@ def _leave(weight: torch.Tensor) -> None:
     pass
 
 
-def _experts(hf: Any) -> dict[str, Any]:
-    if not getattr(hf, "num_experts", None):
+def _experts(hf: Any, architecture: Architecture) -> dict[str, Any]:
+    if not architecture.num_experts:
         return {}
     return {
-        "num_moe_experts": hf.num_experts,
+        "num_moe_experts": architecture.num_experts,
         "moe_router_topk": hf.num_experts_per_tok,
-        "moe_ffn_hidden_size": hf.moe_intermediate_size,
-        "moe_router_pre_softmax": False,
+        "moe_ffn_hidden_size": architecture.moe_intermediate_size,
+        "moe_layer_freq": list(architecture.moe_layers),
+        "moe_router_pre_softmax": architecture.pre_softmax,
         "moe_router_load_balancing_type": "none",
     }
 

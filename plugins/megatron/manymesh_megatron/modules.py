@@ -34,8 +34,8 @@ class RMSNorm(torch.nn.Module):
 class Attention(MegatronModule):
     """Causal core attention by torch's scaled_dot_product_attention.
 
-    With context parallel each rank has the queries of two pieces of a row, the r-th from the front and the r-th from the
-    back of 2 x cp (as megatron cuts them, so that the causal work is equal), and gathers keys and values of all.
+    With context parallel each rank has the queries of two pieces of a row, the r-th from the front and the r-th from
+    the back of 2 x cp (as megatron cuts them, so that the causal work is equal), and gathers keys and values of all.
     """
 
     def __init__(

@@ -31,15 +31,20 @@ class Rows:
     positions: torch.Tensor
     packed: PackedSeqParams | None
     mask: torch.Tensor
-    cp: Any
+    cp: Any = attrs.field(repr=False)
 
     @classmethod
-    def of(cls, batch: TensorDict, cp: Any, *, packed: bool, multiple: int) -> Rows:
+    def of(
+        cls, batch: TensorDict, cp: Any, *, packed: bool, multiple: int, shape: tuple[int, int] | None = None
+    ) -> Rows:
         """Args:
         cp: the context-parallel process group.
         multiple: of the number of packed tokens (tp under sequence parallel).
+        shape: padded up to it, where all ranks must run one shape.
         """
         ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+        if shape is not None:
+            ids = F.pad(ids, (0, shape[1] - ids.shape[1], 0, shape[0] - ids.shape[0]))
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         targets = ids.roll(-1, dims=1)
         if packed:
@@ -84,9 +89,10 @@ class Rows:
             whole = _whole(predicted, self.cp)
         else:
             whole = predicted
+        rows, tokens = self.mask.shape
         empty = ~self.mask
         empty[:, 0] = True
-        return F.pad(whole[:, :-1], (1, 0)).masked_fill(empty, 0.0)
+        return F.pad(whole[:rows, : tokens - 1], (1, 0)).masked_fill(empty, 0.0)
 
 
 def _mine(rows: torch.Tensor, cp: Any) -> torch.Tensor:

@@ -81,7 +81,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "overlap_p2p": (None,),
     "dtype": ("bfloat16", "float32"),
     "packing": (False,),
-    "layer_spec": ("transformer_engine",),
     "moe_dispatcher": ("alltoall", "allgather"),
 }
 
@@ -147,10 +146,10 @@ RULES = (
         lambda c, *_: c.dtype != "float16",
     ),
     Rule(
-        "rows packed into one would see each other: only TransformerEngine's attention is told where they end",
-        ("packing", "layer_spec"),
-        "padded rows, or TransformerEngine's layers",
-        lambda c, *_: not c.packed or c.layer_spec == "transformer_engine",
+        "rows packed into one cannot be cut for context parallel ranks",
+        ("packing", "context_parallel"),
+        "padded rows, or one context parallel rank",
+        lambda c, *_: not c.packed or c.context_parallel == 1,
     ),
     Rule(
         "layers cannot be dealt to pipeline stages evenly",
@@ -223,6 +222,13 @@ RULES = (
         ("moe_dispatcher", "pipeline_parallel"),
         "the other dispatcher, or no pipeline",
         lambda c, _, model: not model.num_experts or c.moe_dispatcher != "allgather" or c.pipeline_parallel == 1,
+        ("num_experts",),
+    ),
+    Rule(
+        "the allgather dispatcher needs micro-batches of one shape, and packed ones differ",
+        ("moe_dispatcher", "packing"),
+        "the other dispatcher, or padded rows",
+        lambda c, _, model: not model.num_experts or c.moe_dispatcher != "allgather" or not c.packed,
         ("num_experts",),
     ),
 )

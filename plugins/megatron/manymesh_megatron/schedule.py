@@ -16,7 +16,7 @@ from core.manifest import Limits
 from core.protocols import LossFn, LossScale, Metric, MicroResult
 from manymesh_megatron.rows import Rows
 from sdk.parts.log_probs import vocab_log_probs
-from sdk.parts.micro_batches import check_differentiable
+from sdk.parts.micro_batches import check_loss
 
 
 @attrs.frozen
@@ -25,8 +25,11 @@ class Step:
 
     Attributes:
         models: this rank's stages, in virtual order.
+        outputs: to keep, in a forward pass.
+        wanted: to make: these, and what the loss needs.
         vocab_size: without padding.
         multiple: of the number of packed tokens.
+        shapes: of each micro-batch, at least, where all ranks must run one shape.
     """
 
     models: Sequence[Any]
@@ -35,15 +38,17 @@ class Step:
     scale: LossScale
     forward_only: bool
     outputs: frozenset[str]
+    wanted: frozenset[str]
     limits: Limits
     vocab_size: int
     device: torch.device
     multiple: int
+    shapes: Sequence[tuple[int, int]] | None
 
     def run(self) -> list[MicroResult]:
         """Results in the micro-batches' order; on the last stage only."""
         rows, width = self.micro_batches[0]["input_ids"].shape
-        iterators = [iter(self.micro_batches) for _ in self.models]
+        iterators = [iter(enumerate(self.micro_batches)) for _ in self.models]
         with torch.set_grad_enabled(not self.forward_only):
             results: list[MicroResult] = get_forward_backward_func()(
                 forward_step_func=self._forward,
@@ -57,14 +62,15 @@ class Step:
             )
         return results
 
-    def _forward(self, batches: Iterator[TensorDict], model: Any) -> tuple[torch.Tensor, Any]:
-        batch = next(batches)
+    def _forward(self, batches: Iterator[tuple[int, TensorDict]], model: Any) -> tuple[torch.Tensor, Any]:
+        number, batch = next(batches)
         if batch["input_ids"].device != self.device:
             # Stages between the first and the last need no more than the rows' shapes.
             last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
             batch = (batch if last else batch.select("input_ids", "attention_mask")).to(self.device)
         cp = parallel_state.get_context_parallel_group()
-        rows = Rows.of(batch, cp, packed=self.limits.packed, multiple=self.multiple)
+        shape = self.shapes[number] if self.shapes else None
+        rows = Rows.of(batch, cp, packed=self.limits.packed, multiple=self.multiple, shape=shape)
         made = model(rows.ids, rows.positions, None, packed_seq_params=rows.packed)
         return made, lambda output: self._loss(output, rows, batch)
 
@@ -72,38 +78,36 @@ class Step:
         self, output: torch.Tensor, rows: Rows, batch: TensorDict
     ) -> tuple[torch.Tensor, torch.Tensor, MicroResult]:
         """(share of the loss, nothing for megatron to divide by, what the engine returns)."""
-        needs = frozenset(self.loss_fn.needs) if self.loss_fn is not None else frozenset()
-        wanted = needs | self.outputs if self.forward_only else needs
-        made = self._outputs(output, rows, metadata(batch, "temperature", 1.0), wanted)
+        made = self._outputs(output, rows, metadata(batch, "temperature", 1.0))
         share = output.new_zeros((), dtype=torch.float32)
         metrics: Mapping[str, Metric] = {}
         if self.loss_fn is not None:
-            share, metrics = self.loss_fn({name: made[name] for name in needs}, batch, self.scale)
+            share, metrics = self.loss_fn({name: made[name] for name in self.loss_fn.needs}, batch, self.scale)
             if not self.forward_only:
-                check_differentiable(share, self.loss_fn)
+                check_loss(share, self.loss_fn, where="MegatronEngine.forward_backward")
         kept = {name: made[name] for name in self.outputs} if self.forward_only else {}
         result = MicroResult(TensorDict(kept, batch.batch_size) if kept else None, metrics)
         return share, torch.zeros((), dtype=torch.int, device=output.device), result
 
-    def _outputs(
-        self, output: torch.Tensor, rows: Rows, temperature: float, wanted: frozenset[str]
-    ) -> dict[str, torch.Tensor]:
-        """The wanted outputs, (rows, tokens) fp32, of (rows, tokens / cp, vocabulary / tp) or (rows, tokens / cp, 1)."""
-        if not wanted:
+    def _outputs(self, output: torch.Tensor, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:
+        """The wanted outputs, whole (rows, tokens) fp32 on every rank of the last stage.
+
+        Args:
+            output: (rows, tokens / cp, vocabulary / tp), or (rows, tokens / cp, 1) of a value model.
+        """
+        if not self.wanted:
             return {}
-        if "values" in wanted:
+        if "values" in self.wanted:
             return {"values": rows.aligned(output.squeeze(-1).float())}
         log_probs, entropy = vocab_log_probs(
             output.flatten(0, 1),
             rows.targets.flatten(),
             temperature,
-            "entropy" in wanted,
+            "entropy" in self.wanted,
             parallel_state.get_tensor_model_parallel_group(),
             self.vocab_size,
         )
-        flat = {"log_probs": log_probs, "entropy": entropy}
-        return {
-            name: rows.aligned(value.view_as(rows.ids))
-            for name, value in flat.items()
-            if name in wanted and value is not None
-        }
+        made = {"log_probs": rows.aligned(log_probs.view_as(rows.ids))}
+        if entropy is not None:
+            made["entropy"] = rows.aligned(entropy.view_as(rows.ids))
+        return made
