@@ -24,7 +24,7 @@ NAMES = {
     "expert_tensor_parallel": "expert_tensor_parallel_size",
     "order": "order",
 }
-OTHER_ORDERS = ("tp-cp-ep-pp-dp", "dp-tp-ep-cp-pp", "tp-dp-pp")
+OTHER_ORDERS = ("tp-cp-ep-pp-dp", "tp-pp-cp-ep-dp", "dp-tp-ep-cp-pp", "tp-dp-pp")
 
 
 def sizes(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None, **order: str) -> Sizes:
@@ -63,6 +63,7 @@ CASES = [
     (16, sizes(tp=2, pp=2, cp=2, ep=2, order="tp-cp-ep-pp-dp")),
     (16, sizes(tp=2, pp=2, cp=2, ep=2, order="dp-tp-ep-cp-pp")),
     (16, sizes(tp=4, pp=2, order="tp-dp-pp")),
+    (16, sizes(tp=2, pp=2, cp=2, ep=4, etp=1, order="ep-tp-dp-cp-pp")),
 ]
 ONE_RANK = [
     (8, sizes(tp, pp, cp, ep, etp, order=order))

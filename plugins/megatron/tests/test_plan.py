@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.config import structure
+from core.config import EngineConfig, structure
 from core.errors import ConfigError, Refused
 from core.manifest import Limits, ModelFacts
 from core.mesh import MeshLayout
@@ -82,7 +83,13 @@ def test_limits_follow_what_cuts_the_tokens_and_the_micro_batches() -> None:
     both = {"tensor_parallel": 4, "sequence_parallel": True, "context_parallel": 2}
     assert planned(8, **both).limits.sequence_multiple == 16
     assert planned(8, pipeline_parallel=4, virtual_pipeline=2).limits.micro_batch_multiple == 4
-    assert planned(8, packing=True, layer_spec="transformer_engine").limits.packed
+
+
+def test_rows_are_packed_where_asked_or_where_the_attention_is_transformer_engines() -> None:
+    assert planned(8, packing=True).limits.packed
+    assert not planned(8).limits.packed
+    assert planned(8, layer_spec="transformer_engine").limits.packed
+    assert not planned(8, layer_spec="transformer_engine", context_parallel=2).limits.packed
 
 
 def test_a_value_model_gives_values() -> None:
@@ -124,12 +131,13 @@ CASES = [
     case("one of [1, 2]", "set tensor_parallel=2", "6 ranks", 6, DENSE, tensor_parallel=4),
     case("that divides the world", "change more than one", "16 ranks", 16, None, tensor_parallel=3, context_parallel=5),
     case("one of [1, 2, 4]", "set expert_parallel=2", AS_TP, 8, None, expert_parallel=3, tensor_parallel=2),
+    case(" or tensor_parallel one of [1, 2, 3, 6]", "set expert", "", 12, None, tensor_parallel=4, expert_parallel=2),
     case("pipeline_parallel one of [2, 4, 8]", "set virtual_pipeline=None", "8 ranks", 8, None, virtual_pipeline=2),
     case("None", "set overlap_p2p", "", 8, None, overlap_p2p=False, pipeline_parallel=2, virtual_pipeline=2),
     case("without virtual_pipeline", "set overlap_p2p=None", "", 8, None, overlap_p2p=True, pipeline_parallel=2),
     case("one of [2, 4, 8]", "set sequence_parallel=False", "tensor_parallel=1", 8, None, sequence_parallel=True),
     case("['bfloat16', 'float32']", "set dtype=bfloat16", "", 8, None, dtype="float16"),
-    case("layer_spec transformer_engine", "set packing=False", "layer_spec=auto", 8, None, packing=True),
+    case("context_parallel 1", "set packing=False", "context_parallel=2", 8, None, packing=True, context_parallel=2),
     case("one of [1, 2]", "set pipeline_parallel=2", "num_hidden_layers=8", 6, DENSE, pipeline_parallel=3),
     case("[None, 2, 4]", "set virtual_pipeline=2", "layers=8", 8, DENSE, virtual_pipeline=3, pipeline_parallel=2),
     case("one of [1, 2]", "set tensor_parallel=2", "num_attention_heads=8", 6, DENSE, tensor_parallel=3),
@@ -141,6 +149,9 @@ CASES = [
     case("[1, 2, 4, 8]", "set expert_tensor_parallel=8", "intermediate_size=24", 16, MOE, expert_tensor_parallel=16),
     case("True or tensor_parallel 1", "set sequence_parallel=True", "num_experts=6", 8, MOE, tensor_parallel=2),
     case("alltoall", "set moe_dispatcher=", "experts=6", 8, MOE, moe_dispatcher="allgather", pipeline_parallel=2),
+    case(
+        "packing False", "set moe_dispatcher=alltoall", "packing=True", 8, MOE, moe_dispatcher="allgather", packing=True
+    ),
     case("an order with 'dp'", "set order='tp-dp-pp'", "", 8, None, order="tp-pp"),
     case(
         "ends in 'pp'",
@@ -272,6 +283,14 @@ def test_an_illegal_option_is_a_config_error_that_names_it(options: dict[str, An
         structure(MegatronConfig, {"model": "/models/any", **options})
     assert names in raised.value.message
     assert mend in raised.value.mend
+
+
+def test_every_option_is_in_the_readme() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    told = set(re.findall(r"^\| `(\w+)`", readme, re.MULTILINE))
+    assert told == {each.name for each in attrs.fields(MegatronConfig)} - {
+        each.name for each in attrs.fields(EngineConfig)
+    }
 
 
 def test_listing_and_planning_import_neither_torch_nor_megatron() -> None:
