@@ -44,7 +44,8 @@ def make_batch(lengths: Sequence[int] = UNEQUAL, *, seed: int = 0, temperature: 
             "input_ids": torch.randint(3, 64, (rows, width), generator=generator),
             "attention_mask": mask,
             "response_mask": mask & (torch.arange(width) > 0)[None],
-            "advantages": torch.randn(rows, width, generator=generator),
+            # Not around 0: a loss that cancels to nearly nothing has no relative error to speak of.
+            "advantages": torch.randn(rows, width, generator=generator) + 0.5,
             "row_weight": torch.ones(rows),
         },
         batch_size=[rows],

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-PRELOAD = (
+PRELOAD = [
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
@@ -22,7 +22,13 @@ PRELOAD = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.generation.utils",
     "ray.cloudpickle",
-)
+]
+
+
+def preload(*modules: str) -> None:
+    """Have the server of all pools import these once, for engines that take long to import. Call it from a conftest:
+    it counts for pools that start later, and only until the first one has."""
+    PRELOAD.extend(each for each in modules if each not in PRELOAD)
 
 
 class RankPool:
@@ -143,15 +149,25 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, listener: An
 
 
 def tiny_model(
-    directory: str | Path, family: str = "qwen3", *, seed: int = 0, num_layers: int = 2, **options: Any
+    directory: str | Path,
+    family: str = "qwen3",
+    *,
+    seed: int = 0,
+    num_layers: int = 2,
+    value_model: bool = False,
+    **options: Any,
 ) -> str:
     """Write a random tiny causal LM of a family ("qwen3", "llama", "qwen2", "qwen3_moe") with save_pretrained.
+
+    Args:
+        value_model: a model of one label a token instead.
+        options: of the family's config.
 
     Returns:
         the directory, as a string.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
     shape: dict[str, Any] = {
         "vocab_size": 64,
@@ -169,9 +185,12 @@ def tiny_model(
         shape["head_dim"] = 16
     if family == "qwen3_moe":
         shape |= {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    if value_model:
+        shape["num_labels"] = 1
     config = AutoConfig.for_model(family, **(shape | options))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        kind = AutoModelForTokenClassification if value_model else AutoModelForCausalLM
+        model = kind.from_config(config, dtype=torch.float32)
     model.save_pretrained(directory)
     return str(directory)

@@ -5,10 +5,12 @@ Reading order of a step: `train_mode`, `optimizer_zero_grad`, `forward_backward`
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
+import manymesh_megatron.quiet  # isort: skip  # noqa: F401  # before megatron is imported
 import attrs
 import torch
 import torch.distributed as dist
@@ -37,6 +39,7 @@ from sdk.parts.agreement import agree, on_first_rank
 from sdk.parts.micro_batches import check_padded, check_request
 
 Adapter = Literal["merged", "only"]
+_logger = logging.getLogger(__name__)
 
 
 @attrs.define
@@ -76,6 +79,9 @@ class MegatronEngine:
         self._model: ModelFacts = on_first_rank(world, lambda: ModelFacts.read(config.model))
         planned = plan(config, dist.get_world_size(), self._model)
         self._limits = planned.limits
+        if dist.get_rank() == 0:
+            for note in planned.notes:
+                _logger.info(note)
         if self._value_head:
             self._limits = attrs.evolve(planned.limits, outputs=frozenset({"values"}))
         with self._runtime.scope():
@@ -99,6 +105,7 @@ class MegatronEngine:
         """
         config = self._config
         with self._runtime.scope():
+            open_groups(self, config)  # again, where shutdown closed them
             model_parallel_cuda_manual_seed(config.seed)
             transformer = transformer_config(config, self._model, self._runtime)
             models = build_chunks(config, transformer, self._model, self._runtime, value_head=self._value_head)
@@ -232,7 +239,7 @@ class MegatronEngine:
 
     def _common_shapes(self, micro_batches: Sequence[TensorDict]) -> list[tuple[int, int]] | None:
         """Collective where experts gather the tokens of all ranks: that dispatcher does so for equal numbers only."""
-        if self._config.moe_dispatcher != "allgather" or self._config.expert_parallel == 1:
+        if self._config.moe_dispatcher != "allgather" or self._mesh.dp_size == 1:
             return None
         shapes = torch.tensor([batch["input_ids"].shape for batch in micro_batches], device=self._runtime.device)
         dist.all_reduce(shapes, op=dist.ReduceOp.MAX)
