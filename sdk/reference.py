@@ -34,8 +34,14 @@ class PolicyLoss:
         return share, {"loss": Metric(share.item(), 1.0, "sum")}
 
 
-def make_batch(lengths: Sequence[int] = UNEQUAL, *, seed: int = 0, temperature: float = 0.7) -> TensorDict:
-    """Padded rows of the given lengths; what padding holds is noise, which must not matter."""
+def make_batch(
+    lengths: Sequence[int] = UNEQUAL, *, seed: int = 0, temperature: float = 0.7, advantage: float = 0.0
+) -> TensorDict:
+    """Padded rows of the given lengths; what padding holds is noise, which must not matter.
+
+    Args:
+        advantage: the mean. At 0 the loss cancels to nearly nothing, and its relative error says little.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows, width = len(lengths), max(lengths)
     mask = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
@@ -44,8 +50,7 @@ def make_batch(lengths: Sequence[int] = UNEQUAL, *, seed: int = 0, temperature: 
             "input_ids": torch.randint(3, 64, (rows, width), generator=generator),
             "attention_mask": mask,
             "response_mask": mask & (torch.arange(width) > 0)[None],
-            # Not around 0: a loss that cancels to nearly nothing has no relative error to speak of.
-            "advantages": torch.randn(rows, width, generator=generator) + 0.5,
+            "advantages": torch.randn(rows, width, generator=generator) + advantage,
             "row_weight": torch.ones(rows),
         },
         batch_size=[rows],

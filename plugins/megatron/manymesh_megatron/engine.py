@@ -320,16 +320,15 @@ class MegatronEngine:
         """
         loaded = self._ready()
         if device == "device":
-            for part, wanted in (("model", model), ("optimizer", optimizer)):
-                for parked in loaded.away.pop(part, []) if wanted else []:
+            for part in [name for name, wanted in (("model", model), ("optimizer", optimizer)) if wanted]:
+                for parked in loaded.away.pop(part, []):
                     parked.restore()
             return
         if model and "model" not in loaded.away:
-            parked = [Parked(parameter_tensors(loaded.models))]
+            loaded.away["model"] = [Parked(parameter_tensors(loaded.models))]
             if loaded.optimizer is not None:
-                parked.append(Parked(gradient_tensors(loaded.chunks), keep=False))
+                loaded.away["model"].append(Parked(gradient_tensors(loaded.chunks), keep=False))
                 loaded.has_gradients = False
-            loaded.away["model"] = parked
         if optimizer and loaded.optimizer is not None and "optimizer" not in loaded.away:
             loaded.away["optimizer"] = [Parked(state_tensors(loaded.optimizer))]
         if model or optimizer:

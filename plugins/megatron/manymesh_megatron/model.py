@@ -79,8 +79,9 @@ def transformer_config(config: MegatronConfig, model: ModelFacts, runtime: Runti
                 mend=did_you_mean(name, known),
             )
     try:
+        # What a version of megatron doesn't have is what it doesn't need.
         return TransformerConfig(
-            **{name: value for name, value in fields.items() if name in known} | config.transformer
+            **{**{name: value for name, value in fields.items() if name in known}, **config.transformer}
         )
     except (AssertionError, ValueError, RuntimeError) as error:
         raise Refused(

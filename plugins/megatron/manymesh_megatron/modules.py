@@ -82,16 +82,17 @@ class Attention(MegatronModule):
             tokens = torch.arange(key.shape[0], device=key.device)
             mine = torch.cat([tokens.chunk(2 * size)[i] for i in zigzag(self._cp.rank(), size)])
             mask = mine[:, None] >= tokens
-        made = self._attend(*(each.permute(1, 2, 0, 3) for each in (query, key, value)), mask)
+        q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        made = self._attend(q, k, v, mask)
         return made.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
     def _packed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: list[int]) -> torch.Tensor:
         """(all tokens, heads, dim), row by row: a mask of all tokens by all tokens would cost more."""
         sizes = [end - start for start, end in pairwise(borders)]
-        rows = [
-            self._attend(*(each.transpose(0, 1)[None] for each in row), None)[0].transpose(0, 1)
-            for row in zip(*(each.split(sizes) for each in (query, key, value)), strict=True)
-        ]
+        rows = []
+        for row in zip(*(each.split(sizes) for each in (query, key, value)), strict=True):
+            q, k, v = (each.transpose(0, 1)[None] for each in row)
+            rows.append(self._attend(q, k, v, None)[0].transpose(0, 1))
         return torch.cat(rows).flatten(1)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

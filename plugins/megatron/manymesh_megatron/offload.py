@@ -38,7 +38,7 @@ class Parked:
         for storage, size, copy in self._away:
             storage.resize_(size)
             if copy is None:
-                storage.fill_(0)
+                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
             else:
                 storage.copy_(copy, non_blocking=True)
         self._away = []

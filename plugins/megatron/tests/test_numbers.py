@@ -12,7 +12,7 @@ from megatron_steps import SLOW, train
 from sdk.reference import PlainTrainer, make_batch, movement_error
 
 LENGTHS = (40, 2, 17, 3, 25, 1, 9, 5, 31, 8, 12, 2, 22, 4, 6, 14)
-BATCHES = [make_batch(LENGTHS, seed=seed) for seed in range(3)]
+BATCHES = [make_batch(LENGTHS, seed=seed, advantage=0.5) for seed in range(3)]
 
 Case = tuple[int, str, dict[str, Any]]
 
