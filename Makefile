@@ -5,7 +5,7 @@ STAMP := $(VENV)/.built
 PROJECTS := . plugins/fsdp plugins/hf_rollout plugins/megatron
 SEED ?= 0
 
-.PHONY: help env demo smollm2 test test-slow lint format types bench wheels clean
+.PHONY: help env demo smollm2 test test-slow test-megatron-newest lint format types bench wheels clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -27,6 +27,12 @@ test: $(STAMP) ## the base suite
 test-slow: $(STAMP) ## what takes minutes: wheels in a fresh environment, all seeds of the demo, long runs
 	$(PY) -m pytest -m slow
 
+NEWEST := .venv-megatron-newest
+test-megatron-newest: $(STAMP) ## the Megatron engine's tests on the newest megatron-core, which needs Python 3.12 (gigabytes)
+	PYTHON=$${PYTHON312:-$$($(PY) -m uv python find 3.12 2>/dev/null || echo python3.12)} \
+	  bash scripts/environment.sh $(NEWEST) 'megatron-core==0.19.2'
+	$(NEWEST)/bin/python -m pytest -m "slow or not slow" plugins/megatron/tests
+
 lint: $(STAMP) ## ruff
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -41,6 +47,7 @@ types: $(STAMP) ## mypy, strict
 bench: $(STAMP) ## the benchmarks, each against a floor in the same run
 	$(PY) -m benchmarks.listing
 	$(PY) -m benchmarks.grpo_step
+	$(PY) -m benchmarks.megatron_step
 
 models/smollm2: scripts/smollm2.py | $(STAMP)
 	$(PY) -m pip install --quiet gguf
@@ -54,5 +61,5 @@ wheels: $(STAMP) ## all distributions, into dist/
 	@ls dist
 
 clean: ## remove the environment and everything made
-	rm -rf $(VENV) dist build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) dist build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Build the project's environment: scripts/environment.sh DIR
+# Build the project's environment: scripts/environment.sh DIR [REQUIREMENT ...]
 # With uv where it can be had (seconds), else with pip (minutes). PYTHON chooses the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=$1
+shift
 python=${PYTHON:-python3}
 
 version=$("$python" -c 'import sys; print(*sys.version_info[:2], sep=".")' 2>/dev/null || true)
@@ -25,9 +26,9 @@ if [ -n "$uv" ]; then
   backend=(--torch-backend "${TORCH_BACKEND:-auto}")
   [ -n "$UV_FIND_LINKS" ] && backend=()
   "$uv" pip install --quiet --python "$target/bin/python" ${backend[@]+"${backend[@]}"} \
-    "${projects[@]}" -r requirements/dev.txt
+    "${projects[@]}" "$@" -r requirements/dev.txt
 else
-  "$target/bin/python" -m pip install --quiet "${projects[@]}" -r requirements/dev.txt
+  "$target/bin/python" -m pip install --quiet "${projects[@]}" "$@" -r requirements/dev.txt
 fi
 # Compiled once here, since many machines forbid it at run time and then every start is two to three times slower.
 PYTHONDONTWRITEBYTECODE= "$target/bin/python" -m compileall -q -j 0 "$target/lib" >/dev/null || true

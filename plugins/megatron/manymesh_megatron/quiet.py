@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 import warnings
 
+# megatron calls collectives by the names that newer torch deprecates: nothing that a user could mend.
+warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
     for _module in ("optimizer", "distributed", "models.gpt", "dist_checkpointing"):

@@ -38,6 +38,8 @@ class Runtime:
     @classmethod
     def choose(cls, config: MegatronConfig, device: str | None) -> Runtime:
         """Raises Refused: no such device, or TransformerEngine's layers where it isn't."""
+        # Before CUDA starts: megatron orders a gradient's all-reduce and the next product by one hardware queue.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         chosen = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
         on_cuda = chosen.type == "cuda"
         have = on_cuda and importlib.util.find_spec("transformer_engine") is not None
