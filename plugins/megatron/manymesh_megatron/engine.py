@@ -15,7 +15,6 @@ import attrs
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -26,14 +25,16 @@ from core.errors import Refused
 from core.manifest import Limits, ModelFacts
 from core.mesh import RankMesh
 from core.protocols import LossFn, LossScale, MicroResult, StepInfo, WeightSpec
+from manymesh_megatron.checkpoint import Checkpoints
 from manymesh_megatron.config import MegatronConfig
+from manymesh_megatron.ddp import in_ddp
 from manymesh_megatron.groups import close_groups, group_along, open_groups
 from manymesh_megatron.model import build_chunks, start_value_head, transformer_config
 from manymesh_megatron.offload import Parked, gradient_tensors, parameter_tensors, state_tensors
 from manymesh_megatron.optimizer import ScheduledOptimizer
 from manymesh_megatron.plan import plan
 from manymesh_megatron.runtime import Runtime
-from manymesh_megatron.schedule import Step
+from manymesh_megatron.schedule import Step, check_shapes, common_shapes
 from manymesh_megatron.weights import NamedWeights
 from sdk.parts.agreement import agree, on_first_rank
 from sdk.parts.micro_batches import check_padded, check_request
@@ -87,7 +88,9 @@ class MegatronEngine:
         with self._runtime.scope():
             open_groups(self, config)
         self._mesh = RankMesh(planned.layouts["dense"], dist.get_rank(), planned.route, group_along)
+        self._one_shape = config.moe_dispatcher == "allgather" and self._mesh.dp_size > 1
         self._loaded: Loaded | None = None
+        self._checkpoints = Checkpoints(config, self._model, self._runtime, self._mesh)
 
     @property
     def mesh(self) -> RankMesh:
@@ -116,9 +119,8 @@ class MegatronEngine:
             chunks: list[Any] = list(models)
             optimizer = None
             if config.trainable:
-                chunks = [_in_ddp(model, transformer, config, first=i == 0) for i, model in enumerate(models)]
+                chunks = in_ddp(models, transformer, config)
                 optimizer = ScheduledOptimizer(chunks, config)
-                _connect(transformer, chunks, config)
         self._loaded = Loaded(models, chunks, transformer, weights, optimizer)
         self._hooks(False)
         self.to("cpu", model=config.offload_parameters, optimizer=config.offload_optimizer, grad=True)
@@ -201,7 +203,7 @@ class MegatronEngine:
         self._on("model")
         for batch in micro_batches:
             check_padded(batch, where=where)
-        self._check_shapes(micro_batches)
+        check_shapes(self._limits, micro_batches)
         step = Step(
             models=loaded.chunks,
             micro_batches=micro_batches,
@@ -214,7 +216,7 @@ class MegatronEngine:
             vocab_size=self._model.vocab_size or 0,
             device=self._runtime.device,
             multiple=self._config.tensor_parallel if self._config.sequence_parallel else 1,
-            shapes=self._common_shapes(micro_batches),
+            shapes=common_shapes(micro_batches, self._runtime.device) if self._one_shape else None,
         )
         try:
             with self._runtime.scope():
@@ -225,25 +227,6 @@ class MegatronEngine:
             raise
         loaded.has_gradients |= not forward_only
         return results if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None
-
-    def _check_shapes(self, micro_batches: Sequence[TensorDict]) -> None:
-        number, width = self._limits.micro_batch_multiple, self._limits.sequence_multiple
-        widths = [int(batch["input_ids"].shape[1]) for batch in micro_batches]
-        if not widths or len(widths) % number or any(each % width for each in widths):
-            raise Refused(
-                "the engine cannot run micro-batches of this number or these widths",
-                have=f"{len(widths)} of {sorted(set(widths))} tokens",
-                want=f"a positive multiple of {number} micro-batches, padded to a multiple of {width} tokens",
-                mend="honour the engine's limits, as core.batch.to_padded(multiple=...) does",
-            )
-
-    def _common_shapes(self, micro_batches: Sequence[TensorDict]) -> list[tuple[int, int]] | None:
-        """Collective where experts gather the tokens of all ranks: that dispatcher does so for equal numbers only."""
-        if self._config.moe_dispatcher != "allgather" or self._mesh.dp_size == 1:
-            return None
-        shapes = torch.tensor([batch["input_ids"].shape for batch in micro_batches], device=self._runtime.device)
-        dist.all_reduce(shapes, op=dist.ReduceOp.MAX)
-        return [(rows, tokens) for rows, tokens in shapes.tolist()]
 
     def optimizer_zero_grad(self) -> None:
         optimizer = self._training()
@@ -257,11 +240,13 @@ class MegatronEngine:
             optimizer.zero_grad()
 
     def optimizer_step(self) -> StepInfo:
-        """Collective. Raises Refused without gradients, or while parameters or optimizer state are on CPU."""
+        """Collective. Raises Refused, with no step taken, without gradients, while parameters or optimizer state are
+        on CPU, or where a checkpoint could not be written in the background; that one is given up then."""
         optimizer = self._training()
         self._on("model", "optimizer")
         if not self._ready().has_gradients:
             raise Refused("there is no gradient to step with", mend="call forward_backward between zero_grad and step")
+        self._checkpoints.poll()
         with self._runtime.scope():
             return optimizer.step()
 
@@ -334,10 +319,50 @@ class MegatronEngine:
         if model or optimizer:
             self._runtime.free_cache()
 
+    def save_checkpoint(self, path: str, *, step: int) -> None:
+        """Collective. Replaces an older checkpoint once the new one is whole: with async_checkpoint not at once.
+
+        Raises:
+            Refused: on all ranks, where any cannot write. The engine and what was at `path` are untouched.
+        """
+        with self._all_there() as loaded:
+            self._checkpoints.save(loaded, path, step)
+
+    def load_checkpoint(self, path: str) -> int:
+        """Collective. Model, optimizer, schedule and, of the same sizes, random states; gives the step.
+
+        Raises:
+            Refused: on all ranks and with nothing changed, where there is no checkpoint, it is damaged, or it is of
+                another model.
+        """
+        with self._all_there() as loaded:
+            have = self._checkpoints.load(loaded, path)
+            if loaded.optimizer is not None:
+                self.optimizer_zero_grad()
+        return have.step
+
+    @contextmanager
+    def _all_there(self) -> Iterator[Loaded]:
+        """Parameters, whole, and optimizer state on the device; what was away is sent away again."""
+        loaded = self._ready()
+        model, optimizer = "model" in loaded.away, "optimizer" in loaded.away
+        self.to("device", model=model, optimizer=optimizer, grad=model)
+        try:
+            with self.eval_mode():
+                yield loaded
+        finally:
+            self.to("cpu", model=model, optimizer=optimizer, grad=model)
+
     def shutdown(self) -> None:
-        """Drop model and optimizer, and megatron's groups with the last engine. The process group is the worker's."""
-        self._loaded = None
-        close_groups(self)
+        """Drop model and optimizer, and megatron's groups with the last engine. The process group is the worker's.
+
+        Raises Refused on all ranks, when all else is done, where a checkpoint could not be written in the background.
+        """
+        try:
+            self._checkpoints.settle()
+        finally:
+            self._loaded = None
+            close_groups(self)
 
     def _ready(self) -> Loaded:
         if self._loaded is None:
@@ -363,33 +388,6 @@ class MegatronEngine:
         if adapter == "only":
             raise _no_adapter()
         return loaded.weights
-
-
-def _in_ddp(
-    model: GPTModel, transformer: TransformerConfig, config: MegatronConfig, *, first: bool
-) -> DistributedDataParallel:
-    options = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=config.distributed_optimizer,
-        overlap_grad_reduce=config.overlap_grad_reduce,
-        overlap_param_gather=config.overlap_param_gather,
-        bucket_size=config.bucket_size,
-        check_for_nan_in_grad=False,  # it would end the process; the optimizer skips such a step
-    )
-    # Only the first virtual stage's communication is on the way of what follows.
-    return DistributedDataParallel(transformer, options, model, disable_bucketing=not first)
-
-
-def _connect(transformer: TransformerConfig, chunks: list[DistributedDataParallel], config: MegatronConfig) -> None:
-    """What megatron's schedules call."""
-
-    def finalize(models: list[Any], num_tokens: Any = None, **options: Any) -> None:
-        finalize_model_grads(models, None, **options)  # our losses are divided already
-
-    transformer.finalize_model_grads_func = finalize
-    if config.overlap_grad_reduce:
-        no_syncs: list[Any] = [chunk.no_sync for chunk in chunks]
-        transformer.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
 
 
 def _no_adapter() -> Refused:

@@ -15,13 +15,9 @@ Sizes = tuple[Any, ...]
 _users: weakref.WeakKeyDictionary[Any, Sizes] = weakref.WeakKeyDictionary()  # who uses megatron's globals, and as what
 
 
-def open_groups(user: Any, config: MegatronConfig) -> None:
-    """Collective: make the groups of the config's layout, or join those that another engine of this process made.
-
-    Raises:
-        Refused: an engine in this process uses another layout.
-    """
-    wanted: Sizes = (
+def sizes(config: MegatronConfig) -> Sizes:
+    """What two engines have in common where the same rank has the same place in both."""
+    return (
         config.tensor_parallel,
         config.pipeline_parallel,
         config.virtual_pipeline,
@@ -30,6 +26,15 @@ def open_groups(user: Any, config: MegatronConfig) -> None:
         config.expert_tensor_size,
         config.order,
     )
+
+
+def open_groups(user: Any, config: MegatronConfig) -> None:
+    """Collective: make the groups of the config's layout, or join those that another engine of this process made.
+
+    Raises:
+        Refused: an engine in this process uses another layout.
+    """
+    wanted = sizes(config)
     used = next(iter(_users.values()), None)
     if used is not None and used != wanted:
         names = "tensor, pipeline, virtual pipeline, context, expert, expert tensor, order"

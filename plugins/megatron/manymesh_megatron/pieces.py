@@ -72,19 +72,19 @@ def state_of(models: Sequence[Any], optimizer: ScheduledOptimizer | None, vocab_
         flat, share = lies.parameter.detach().view(-1), shares.get(id(lies.parameter))
         state.padding.append(flat[lies.stop :])
         if share is not None:
-            state.padding += [each[max(0, lies.stop - share.start) :] for each in share.tensors.values()]
+            state.padding.extend(each[max(0, lies.stop - share.start) :] for each in share.tensors.values())
         for place in lies.places:
             name, master = place.name, f"optimizer.state.{MASTER}.{place.name}"
             # Where an engine of another dtype wrote it, its fp32 copy is the exact one.
             sources = (master, name) if flat.dtype == torch.float32 else (name,)
-            state.pieces += _cut(place, name, sources, flat, 0, writers.take(place, flat.element_size()))
+            state.pieces.extend(_cut(place, name, sources, flat, 0, writers.take(place, flat.element_size())))
             if share is None:
                 continue
             written = place.first if share.alone else writers.take(place, 4 * len(share.tensors))
             for kind, tensor in share.tensors.items():
                 name = f"optimizer.state.{kind}.{place.name}"
                 sources = (master, place.name) if kind == MASTER else (name,)
-                state.pieces += _cut(place, name, sources, tensor, share.start, written)
+                state.pieces.extend(_cut(place, name, sources, tensor, share.start, written))
     return state
 
 
@@ -124,9 +124,7 @@ class _Lies:
 
 
 def _parameters(model: Any, vocab_size: int | None) -> Iterator[_Lies]:
-    experts = {
-        id(each) for part in model.modules() if isinstance(part, MoELayer) for each in part.experts.parameters()
-    }
+    experts = {id(each) for part in model.modules() if isinstance(part, MoELayer) for each in part.experts.parameters()}
     for base in nested_values(model.sharded_state_dict(metadata=dict(NAMING))):
         if not isinstance(base, ShardedTensor | ShardedTensorFactory):
             continue  # what TransformerEngine keeps for fp8, and finds again by itself

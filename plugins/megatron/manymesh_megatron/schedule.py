@@ -7,16 +7,38 @@ from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from tensordict import TensorDict
 
 from core.batch import metadata
+from core.errors import Refused
 from core.manifest import Limits
 from core.protocols import LossFn, LossScale, Metric, MicroResult
 from manymesh_megatron.rows import Rows
 from sdk.parts.log_probs import vocab_log_probs
 from sdk.parts.micro_batches import check_loss
+
+
+def check_shapes(limits: Limits, micro_batches: Sequence[TensorDict]) -> None:
+    """Raises Refused: a number or widths that the schedule cannot run."""
+    number, width = limits.micro_batch_multiple, limits.sequence_multiple
+    widths = [int(batch["input_ids"].shape[1]) for batch in micro_batches]
+    if not widths or len(widths) % number or any(each % width for each in widths):
+        raise Refused(
+            "the engine cannot run micro-batches of this number or these widths",
+            have=f"{len(widths)} of {sorted(set(widths))} tokens",
+            want=f"a positive multiple of {number} micro-batches, padded to a multiple of {width} tokens",
+            mend="honour the engine's limits, as core.batch.to_padded(multiple=...) does",
+        )
+
+
+def common_shapes(micro_batches: Sequence[TensorDict], device: torch.device) -> list[tuple[int, int]]:
+    """Collective: rows and tokens that hold each micro-batch on all ranks, where experts gather all ranks' tokens."""
+    shapes = torch.tensor([batch["input_ids"].shape for batch in micro_batches], device=device)
+    dist.all_reduce(shapes, op=dist.ReduceOp.MAX)
+    return [(rows, tokens) for rows, tokens in shapes.tolist()]
 
 
 @attrs.frozen
