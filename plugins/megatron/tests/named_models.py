@@ -30,6 +30,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "tp2 ep2 etp1": {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1},
     "tp2 ep2 etp2": {"tensor_parallel": 2, "expert_parallel": 2},
     "tp2 ep4 etp1": {"tensor_parallel": 2, "expert_parallel": 4, "expert_tensor_parallel": 1},
+    "pp2 vpp2 ep2": {"pipeline_parallel": 2, "virtual_pipeline": 2, "expert_parallel": 2},
     "pp2 ep2": {"pipeline_parallel": 2, "expert_parallel": 2},
 }
 

@@ -13,6 +13,25 @@ from torch.nn import functional as F
 
 from core.errors import Refused
 
+
+def test_a_shard_has_its_query_groups_and_its_rows_of_gate_and_up(on, model_dir) -> None:
+    path = random_dir(model_dir, "qwen2")
+
+    def job(rank: int, world_size: int) -> None:
+        with built(path, "tp2") as model:
+            model.weights.read_directory(path)
+            want = saved(path)
+        tp_rank = rank % 2
+        for kind in ("weight", "bias"):
+            q, k, v = (want[f"model.layers.1.self_attn.{each}_proj.{kind}"].split(16) for each in "qkv")  # by head
+            group = torch.cat([*q[2 * tp_rank : 2 * tp_rank + 2], k[tp_rank], v[tp_rank]])
+            assert torch.equal(model.parameters[f"0.decoder.layers.1.self_attention.linear_qkv.{kind}"], group)
+        rows = [want[f"model.layers.1.mlp.{each}_proj.weight"].chunk(2)[tp_rank] for each in ("gate", "up")]
+        assert torch.equal(model.parameters["0.decoder.layers.1.mlp.linear_fc1.weight"], torch.cat(rows))
+
+    on(4, job)
+
+
 FUSED = (
     (r"(layers\.\d+)\.input_layernorm\.weight", r"\1.self_attention.linear_qkv.layer_norm_weight"),
     (r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", r"experts.\2.weight\1"),

@@ -27,11 +27,10 @@ def test_what_is_read_is_exported_to_the_bit(on, model_dir, family, sizes) -> No
     def job(rank: int, world_size: int) -> None:
         with built(path, sizes) as model:
             model.weights.read_directory(path)
-            exported, want = dict(model.weights.export("all")), saved(path)
-            assert differing(exported, want) == []
-            assert all(each.is_contiguous() for each in exported.values())
-            specs = model.weights.specs()
-            assert [spec.name for spec in specs] == list(exported)
+            stream, want, specs = list(model.weights.export("all")), saved(path), model.weights.specs()
+            assert differing(dict(stream), want) == []
+            assert [name for name, _ in stream] == [spec.name for spec in specs]
+            assert all(each.is_contiguous() for _, each in stream)
             assert {(each.name, each.shape, each.dtype) for each in specs} == {
                 (name, tuple(each.shape), "float32") for name, each in want.items()
             }
@@ -76,7 +75,7 @@ def test_layers_come_in_order_and_what_rollouts_fuse_comes_together(on, model_di
     path = random_dir(model_dir, "qwen3_moe")
 
     def job(rank: int, world_size: int) -> list[Any]:
-        with built(path, "pp2 ep2") as model:
+        with built(path, "pp2 vpp2 ep2") as model:
             return list(model.weights.specs())
 
     specs, *others = on(4, job)
