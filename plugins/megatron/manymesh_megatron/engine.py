@@ -267,13 +267,7 @@ class MegatronEngine:
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
             with self.eval_mode():
-                tensors = weights.export(dst)
-                while True:
-                    with self._runtime.scope():  # not while the caller works with a tensor
-                        item = next(tensors, None)
-                    if item is None:
-                        return
-                    yield item
+                yield from weights.export(dst)
 
         return stream()
 

@@ -16,7 +16,7 @@ def manymesh_manifests() -> list[Manifest]:
             config="manymesh_megatron.config:MegatronConfig",
             planner="manymesh_megatron.plan:plan",
             model_types={"language_model", "value_model"},
-            capabilities={Capability.CHECKPOINT, Capability.RESHARD, Capability.OFFLOAD},
+            capabilities={Capability.CHECKPOINT, Capability.RESHARD, Capability.OFFLOAD, Capability.PACKED},
             requires=(("torch>=2.9",), ("transformers>=5.16",), ("megatron-core>=0.16.1,<0.20",)),
             summary="megatron-core: tensor, pipeline, context and expert parallel training of Llama, Qwen2 and Qwen3",
         )
