@@ -16,7 +16,7 @@ from core.errors import ConfigError, Refused, did_you_mean
 from core.manifest import ModelFacts
 from manymesh_megatron.config import MegatronConfig
 from manymesh_megatron.families import Architecture, read_architecture
-from manymesh_megatron.modules import ValueHead
+from manymesh_megatron.modules import ValueHead, read_without_gradient
 from manymesh_megatron.runtime import Runtime
 
 
@@ -118,6 +118,8 @@ def build_chunks(
         )
         if value_head and last:
             chunk.output_layer = ValueHead(transformer, groups.tp)
+        if chunk.pre_process and hf.pad_token_id is not None:
+            read_without_gradient(chunk.embedding, hf.pad_token_id % hf.vocab_size, groups.tp)
         chunk.requires_grad_(config.trainable)
         chunks.append(chunk)
     return chunks

@@ -134,6 +134,22 @@ class ValueHead(torch.nn.Module):
         return F.linear(hidden, self.weight, self.bias), None
 
 
+def read_without_gradient(embedding: torch.nn.Module, token: int, tp: Any) -> None:
+    """Where a token is read, its embedding gets no gradient: what transformers' models do for config.pad_token_id.
+
+    A zero row, as padding's is in a new model, would have a gradient a thousand times that of the others.
+    """
+
+    def hook(_: torch.nn.Module, args: Any, named: Any, made: torch.Tensor) -> torch.Tensor:
+        # (tokens, rows), as made is (tokens, rows, hidden_size). Stages send what lies in this order only.
+        ids = named["input_ids"].t().contiguous()
+        if len(made) < len(ids):  # sequence parallel: this rank's tokens
+            ids = ids.chunk(tp.size())[tp.rank()]
+        return torch.where((ids == token)[..., None], made.detach(), made)
+
+    embedding.register_forward_hook(hook, with_kwargs=True)
+
+
 def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
     """megatron's spec of a stage's layers without TransformerEngine, with the layers above in it."""
     block = get_gpt_decoder_block_spec(

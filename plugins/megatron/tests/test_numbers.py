@@ -149,3 +149,16 @@ def test_three_steps_equal_the_plain_loop(on, plain, world_size, family, options
         assert all(each["grad_norm"] == pytest.approx(norm, rel=1e-5) for each in steps)
     for rank in ranks:
         assert movement_error(rank["weights"], want["weights"], want["start"]) < 1e-3
+
+
+@pytest.mark.parametrize("options", [sizes(tp=2), sizes(tp=2) | SP, sizes(cp=2)], ids=["tp2", "tp2 sp", "cp2"])
+def test_the_padding_token_in_a_row_trains_as_in_transformers(on, model_dir, options) -> None:
+    """A policy may sample it. Its embedding is zero in a new model, and gets no gradient where it is read."""
+    batch = make_batch(LENGTHS)
+    batch["input_ids"][:, ::5] = 0  # tiny_model's pad_token_id
+    directory = model_dir(tie_word_embeddings=True)
+    trainer = PlainTrainer(directory, SLOW)
+    start, (_, norm), want = trainer.weights(), trainer.step(batch), trainer.weights()
+    for rank in on(2, train, directory, [batch], **options):
+        assert rank["steps"][0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        assert movement_error(rank["weights"], want, start) < 1e-3
