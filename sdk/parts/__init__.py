@@ -1,1 +1,1 @@
-"""Parts that training engines share, first- or third-party. They know `core` and torch, and no engine."""
+"""Parts that engines and rollouts share, first- or third-party. They know core, torch and transformers, and no engine."""

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from core.errors import Refused
-from sdk.parts.weights import checked, together
+from core.protocols import WeightSpec
+from sdk.parts.weights import Announced, check_specs, checked, together
 
 SHAPES = {"a": (2, 3), "b": (4,)}
 A, B = ("a", torch.zeros(2, 3)), ("b", torch.zeros(4))
@@ -43,3 +44,26 @@ def test_what_rollouts_fuse_goes_together() -> None:
     assert together(f"{layer}mlp.experts.3.up_proj.weight") == f"{layer}mlp.experts.3.gate_up_proj.weight"
     for alone in ("self_attn.o_proj.weight", "mlp.down_proj.weight", "self_attn.q_norm.weight", "mlp.gate.weight"):
         assert together(layer + alone) is None
+
+
+def test_an_update_is_whole_only_when_each_tensor_came_once() -> None:
+    specs = [WeightSpec("a", (2, 3), "bfloat16"), WeightSpec("b", (4,), "float32")]
+    update = Announced(specs, dict([A, B]))
+    for bad in ([A, A], [("c", B[1])], [("a", torch.zeros(3))], [("a", torch.zeros(2, 3, dtype=torch.int64))]):
+        with pytest.raises(Refused, match="bucket"):
+            update.check(bad)
+    update.check([B])
+    update.came([B])
+    with pytest.raises(Refused, match="came before"):
+        update.check([B])
+    with pytest.raises(Refused, match=r"1 of the weights[\s\S]*\[a\]"):
+        update.check_complete()
+    update.came([A])
+    update.check_complete()
+
+
+def test_specs_of_another_model_are_refused_with_what_matched() -> None:
+    with pytest.raises(Refused, match=r"1 matched, 1 missing, 1 unexpected, 1 doubled[\s\S]*\[b\][\s\S]*\[c\]"):
+        check_specs([WeightSpec(name, (2, 3), "float32") for name in "aac"], dict([A, B]))
+    with pytest.raises(Refused, match=r"2 of 2[\s\S]*a is \(9,\), not \(2, 3\), b is int64, not float32"):
+        check_specs([WeightSpec("a", (9,), "float32"), WeightSpec("b", (4,), "int64")], dict([A, B]))

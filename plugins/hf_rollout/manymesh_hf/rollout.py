@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from core.device import choose_device
@@ -26,11 +19,20 @@ from core.mesh import RankMesh
 from core.protocols import LogProbKind, MemoryTag, SamplingParams, WeightSpec
 from manymesh_hf.config import HfRolloutConfig
 from manymesh_hf.plan import plan
-from manymesh_hf.rows import Prompts, Responses
+from manymesh_hf.rows import PaddedPrompts, cut
 from manymesh_hf.sampling import ResponseEnd, RowSampler, row_uniforms
 from manymesh_hf.weights import WeightTable, WeightUpdate, drop, restore
-
-_TAGS = ("weights", "kv_cache")
+from sdk.parts.rollout_checks import (
+    check_stop_strings,
+    check_tags,
+    eos_ids,
+    load_tokenizer,
+    no_update,
+    not_initialized,
+    stop_ids,
+    valid_version,
+)
+from sdk.parts.rollout_rows import Prompts, Responses
 
 
 class HfRollout:
@@ -98,8 +100,7 @@ class HfRollout:
                 have=f"missing {missing[:20]}",
                 want="a whole checkpoint, as save_pretrained writes it",
             )
-        eos = model.generation_config.eos_token_id
-        self._eos = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+        self._eos = eos_ids(facts.path)
         # generate fills what a call leaves open from here: a checkpoint's top_k or penalties must not slip in.
         model.generation_config = GenerationConfig()
         self._model = model.eval().requires_grad_(False).to(self._device)
@@ -118,26 +119,27 @@ class HfRollout:
                 leave no room in the context; stop ids or strings that the model or its tokenizer doesn't have.
             ManymeshError: the model gave logits that are not finite.
         """
-        version = self._valid_version(min_version)
+        version = valid_version(self._version, min_version, self._state())
         table = Prompts.read(prompts)
         config = self._model.config.get_text_config(decoder=True)
         context = getattr(config, "max_position_embeddings", None)
         table.check(config.vocab_size, context, sampling.max_new_tokens)
-        stop_ids = self._stop_ids(sampling, config.vocab_size)
-        strings = self._stop_strings(sampling.stop)
+        ends = torch.tensor(stop_ids(sampling, self._eos, config.vocab_size), dtype=torch.int64, device=self._device)
+        strings = self._stop_strings(sampling)
         sample = torch.arange(sampling.num_samples).repeat(len(table))
         table = table.repeat(sampling.num_samples)
         uniforms = None
         if sampling.temperature:
             seed = int.from_bytes(os.urandom(8)) if sampling.seed is None else sampling.seed
             uniforms = row_uniforms(seed, table.prompt_id.cpu(), sample, sampling.max_new_tokens)
+        padded = PaddedPrompts.of(table)
         step = self._config.max_batch_rows or max(len(table), 1)
         parts = [
             self._run(
-                table.take(start, min(start + step, len(table))),
+                padded.take(start, min(start + step, len(table))),
                 None if uniforms is None else uniforms[:, start : start + step],
                 sampling,
-                stop_ids,
+                ends,
                 strings,
             )
             for start in range(0, len(table), step)
@@ -151,7 +153,7 @@ class HfRollout:
 
     def _run(
         self,
-        prompts: Prompts,
+        prompts: PaddedPrompts,
         uniforms: torch.Tensor | None,
         sampling: SamplingParams,
         stop_ids: torch.Tensor,
@@ -169,7 +171,7 @@ class HfRollout:
             logits_processor=LogitsProcessorList([sampler]),
             stopping_criteria=StoppingCriteriaList([end]),
         )
-        responses = Responses.cut(prompts, sequences, sampler.log_probs, end.lengths)
+        responses = cut(prompts, sequences, sampler.log_probs, end.lengths)
         if not bool(responses.log_probs.isfinite().all()):
             raise ManymeshError(
                 "the model gave logits that are not finite",
@@ -178,23 +180,6 @@ class HfRollout:
             )
         return responses
 
-    def _valid_version(self, min_version: int | None) -> int:
-        if self._version is None:
-            raise Refused(
-                "the rollout has no valid weights to generate with",
-                have=self._state(),
-                want="weights that were loaded as a whole",
-                mend="initialize(), or resume(['weights']) and run a weight update to its end",
-            )
-        if min_version is not None and self._version < min_version:
-            raise Refused(
-                "the rollout's weights are too old",
-                have=f"version {self._version}",
-                want=f"version {min_version} or later",
-                mend="update the weights before generating",
-            )
-        return self._version
-
     def _state(self) -> str:
         if self._model is None:
             return "not initialized"
@@ -202,44 +187,18 @@ class HfRollout:
             return "weights released"
         return "a weight update under way" if self._update else "weights released or an update not finished"
 
-    def _stop_ids(self, sampling: SamplingParams, vocab_size: int) -> torch.Tensor:
-        foreign = [token for token in sampling.stop_token_ids if not 0 <= token < vocab_size]
-        if foreign:
-            raise Refused("stop_token_ids are not in the vocabulary", have=foreign, want=f"0..{vocab_size - 1}")
-        eos = () if sampling.ignore_eos else tuple(token for token in self._eos if token < vocab_size)
-        return torch.tensor(sorted({*eos, *sampling.stop_token_ids}), dtype=torch.int64, device=self._device)
-
-    def _stop_strings(self, stop: Sequence[str]) -> StopStringCriteria | None:
-        if not stop:
+    def _stop_strings(self, sampling: SamplingParams) -> StopStringCriteria | None:
+        if not sampling.stop:
             return None
-        if "" in stop:
-            raise Refused("a stop string is empty", have=list(stop), want="at least one character each")
+        check_stop_strings(sampling)
         if self._tokenizer is None:
-            self._tokenizer = self._load_tokenizer()
+            self._tokenizer = load_tokenizer(self._config.model)
         try:
-            return StopStringCriteria(self._tokenizer, list(stop))
+            return StopStringCriteria(self._tokenizer, list(sampling.stop))
         except ValueError as error:
             raise Refused(
-                "no token of the tokenizer can end the stop strings", have=list(stop), where=self._config.model
+                "no token of the tokenizer can end the stop strings", have=list(sampling.stop), where=self._config.model
             ) from error
-
-    def _load_tokenizer(self) -> Any:
-        directory = Path(self._config.model).expanduser()
-        cause: Exception | None = None
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-            # Without any of these files transformers makes an empty tokenizer of the model's family.
-            files = {"tokenizer.json", "tokenizer_config.json", *tokenizer.vocab_files_names.values()}
-            if any((directory / file).is_file() for file in files):
-                return tokenizer
-        except (ImportError, OSError, ValueError) as error:
-            cause = error
-        raise Refused(
-            "stop strings need a tokenizer, and the model directory has none",
-            have=cause,
-            where=str(directory),
-            mend="save the tokenizer into the directory, or use stop_token_ids",
-        ) from cause
 
     def release(self, tags: Sequence[MemoryTag]) -> None:
         """Free memory.
@@ -261,15 +220,13 @@ class HfRollout:
             restore(self._dropped)
             self._dropped = []
 
-    def _check_tags(self, tags: Iterable[str]) -> None:
+    def _check_tags(self, tags: Sequence[str]) -> None:
         self._loaded()
-        unknown = sorted(set(tags) - set(_TAGS))
-        if unknown:
-            raise Refused("unknown memory tags", have=unknown, want=f"some of {_TAGS}")
+        check_tags(tags)
 
     def _loaded(self) -> WeightTable:
         if self._table is None:
-            raise Refused("the rollout has no model yet", mend="call initialize() first")
+            raise not_initialized()
         return self._table
 
     def begin_weight_update(self, specs: Sequence[WeightSpec], version: int) -> None:
@@ -311,7 +268,7 @@ class HfRollout:
 
     def _under_way(self) -> WeightUpdate:
         if self._update is None:
-            raise Refused("no weight update is under way", mend="call begin_weight_update first")
+            raise no_update()
         return self._update
 
     def shutdown(self) -> None:

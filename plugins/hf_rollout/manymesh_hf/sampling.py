@@ -7,7 +7,6 @@ on which rows share a batch, is not used.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.logits_process import (
@@ -20,35 +19,22 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from core.protocols import LogProbKind, SamplingParams
+from sdk.parts.row_seeds import mix, row_keys
 
 
 def row_uniforms(seed: int, prompt_id: torch.Tensor, sample: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """Uniforms in [0, 1) by row and step, a function of (seed, prompt_id, sample, step) alone.
 
-    SplitMix64 (Steele, Lea, Flood 2014): a counter through a mixing function, so all rows are made in one go.
-
     Args:
-        prompt_id, sample: int64 (rows), on CPU.
+        prompt_id, sample: as sdk.parts.row_seeds.row_keys.
 
     Returns:
         float64 (num_tokens, rows), on CPU.
     """
-    key = _mix(np.array([seed % 2**64], dtype=np.uint64))
-    key = _mix(key + prompt_id.numpy().view(np.uint64))
-    key = _mix(key + sample.numpy().view(np.uint64))
+    key = row_keys(seed, prompt_id, sample)
     counter = np.arange(1, num_tokens + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    bits = _mix(key[None, :] + counter[:, None])
+    bits = mix(key[None, :] + counter[:, None])
     return torch.from_numpy((bits >> np.uint64(11)) * 2.0**-53)
-
-
-_Bits = npt.NDArray[np.uint64]
-
-
-def _mix(x: _Bits) -> _Bits:
-    """SplitMix64's finalizer, a bijection of 64-bit integers."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

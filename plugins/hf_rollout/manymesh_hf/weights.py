@@ -9,11 +9,11 @@ from typing import Any
 import attrs
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from core.errors import Refused
 from core.protocols import WeightSpec
+from sdk.parts.saved_form import saved_form
+from sdk.parts.weights import Announced, some
 
 
 class _KeepViews(TorchFunctionMode):
@@ -45,14 +45,9 @@ class WeightTable:
 
     def __init__(self, model: Any) -> None:
         self._live: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-        saved = model.state_dict()
-        for name in model._keys_to_ignore_on_save or ():
-            saved.pop(name, None)
-        saved = remove_tied_weights_from_state_dict(saved, model)
-        shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in saved.items()}
-        owners = {id(tensor): name for name, tensor in shapes.items()}
         with _KeepViews():
-            parts = revert_weight_conversion(model, dict(shapes))
+            shapes, parts = saved_form(model)
+        owners = {id(tensor): name for name, tensor in shapes.items()}
         self._slots: dict[str, _Slot] = {}
         covered: Counter[str] = Counter()
         self._computed: list[str] = []  # not views, so nothing can be written through them
@@ -65,49 +60,20 @@ class WeightTable:
                 covered[owner] += part.numel()
         self._computed += [name for name in shapes if covered[name] != shapes[name].numel()]
 
-    def check(self, specs: Sequence[WeightSpec]) -> None:
-        """Compare the specs with what save_pretrained would write; nothing is changed.
+    def announced(self, specs: Sequence[WeightSpec]) -> Announced:
+        """What is to come of these specs, which must be what save_pretrained would write; nothing is changed.
 
         Raises:
-            Refused: names are missing, unexpected or doubled, shapes or kinds of dtype differ, or this model's weights
-                cannot be written in place.
+            Refused: as sdk.parts.weights.check_specs, or this model's weights cannot be written in place.
         """
         if self._computed:
             raise Refused(
                 "this model's checkpoint is computed from its parameters, so it cannot be loaded tensor by tensor",
-                have=_some(self._computed),
+                have=some(self._computed),
                 want="names that are views of parameters",
                 mend="use another rollout for this model",
             )
-        counts = Counter(spec.name for spec in specs)
-        doubled = [name for name, count in counts.items() if count > 1]
-        missing = [name for name in self._slots if name not in counts]
-        unexpected = [name for name in counts if name not in self._slots]
-        if doubled or missing or unexpected:
-            matched = len(counts) - len(unexpected)
-            raise Refused(
-                f"the weights offered are not this model's: {matched} matched, {len(missing)} missing, "
-                f"{len(unexpected)} unexpected, {len(doubled)} doubled",
-                have=f"missing {_some(missing)}; unexpected {_some(unexpected)}; doubled {_some(doubled)}",
-                want=f"the {len(self._slots)} names that save_pretrained writes, each once",
-                mend="give trainer and rollout the same model directory; tied weights are sent once",
-            )
-        wrong = [text for spec in specs if (text := self._difference(spec))]
-        if wrong:
-            raise Refused(
-                f"{len(wrong)} of {len(specs)} weights offered have another shape or kind of dtype",
-                have=_some(wrong),
-                mend="give trainer and rollout the same model directory",
-            )
-
-    def _difference(self, spec: WeightSpec) -> str:
-        view = self._slots[spec.name].view
-        dtype = getattr(torch, spec.dtype, None)
-        if tuple(spec.shape) != tuple(view.shape):
-            return f"{spec.name} is {tuple(spec.shape)}, not {tuple(view.shape)}"
-        if not isinstance(dtype, torch.dtype) or dtype.is_floating_point != view.dtype.is_floating_point:
-            return f"{spec.name} is {spec.dtype}, not {str(view.dtype).removeprefix('torch.')}"
-        return ""
+        return Announced(specs, {name: slot.view for name, slot in self._slots.items()})
 
     def target(self, name: str) -> torch.Tensor:
         """The memory of a saved tensor in the model, to be written to."""
@@ -120,44 +86,24 @@ class WeightUpdate:
     """One pass of all weights into the model's own memory, in buckets of any order."""
 
     def __init__(self, table: WeightTable, specs: Sequence[WeightSpec], version: int) -> None:
-        table.check(specs)
         self.version = version
-        self._table = table
-        self._left = {spec.name: spec for spec in specs}
+        self._table, self._announced = table, table.announced(specs)
 
     def load(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Copy the bucket's tensors in.
 
         Raises:
-            Refused: a tensor was not announced, came before, or is not as announced. None of the bucket is copied then.
+            Refused: as Announced.check. None of the bucket is copied then.
         """
-        names = [name for name, _ in bucket]
-        strangers = [name for name, count in Counter(names).items() if count > 1 or name not in self._left]
-        wrong = strangers or [
-            f"{name} is {tuple(tensor.shape)} {tensor.dtype}, announced as {self._left[name].shape}"
-            for name, tensor in bucket
-            if tuple(tensor.shape) != tuple(self._left[name].shape)
-            or tensor.is_floating_point() != self._table.target(name).is_floating_point()
-        ]
-        if wrong:
-            raise Refused(
-                "a bucket holds tensors that were not announced, came before, or have another shape",
-                have=_some(wrong),
-                mend="begin a new update and send all weights again",
-            )
+        self._announced.check(bucket)
         with torch.no_grad():
             for name, tensor in bucket:
                 self._table.target(name).copy_(tensor)
-                del self._left[name]
+        self._announced.came(bucket)
 
     def check_complete(self) -> None:
         """Raises Refused with the names that have not come."""
-        if self._left:
-            raise Refused(
-                f"{len(self._left)} of the weights announced have not come",
-                have=f"missing {_some(self._left)}",
-                mend="load the rest and finish again, or begin a new update",
-            )
+        self._announced.check_complete()
 
 
 def drop(model: torch.nn.Module) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
@@ -172,9 +118,3 @@ def restore(kept: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
     """Give dropped parameters memory of the old shape. What it holds is garbage until every weight was loaded."""
     for parameter, shape in kept:
         parameter.data = torch.empty_like(shape, device=parameter.device)
-
-
-def _some(names: Iterable[str], limit: int = 20) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return f"[{', '.join(listed[:limit])}]{more}"

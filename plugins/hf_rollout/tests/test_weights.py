@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from tensordict import TensorDict
 
-import manymesh_hf.weights
+import sdk.parts.saved_form
 from core.errors import Refused
 from core.protocols import SamplingParams, WeightSpec
 from manymesh_hf.config import HfRolloutConfig
@@ -167,7 +167,7 @@ def test_a_model_whose_checkpoint_is_computed_is_refused_before_anything_changes
     def computed(model: Any, state: Weights) -> Weights:
         return state | {"model.norm.weight": state["model.norm.weight"] + 1}
 
-    monkeypatch.setattr(manymesh_hf.weights, "revert_weight_conversion", computed)
+    monkeypatch.setattr(sdk.parts.saved_form, "revert_weight_conversion", computed)
     rollout = ready(checkpoints(seed=1))
     with pytest.raises(Refused, match=r"cannot be loaded tensor by tensor[\s\S]*model\.norm\.weight"):
         rollout.begin_weight_update(specs(saved(checkpoints(seed=1))), 1)

@@ -1,0 +1,22 @@
+"""The names, shapes and dtypes that save_pretrained would write of a transformers model, without writing anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+
+def saved_form(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A model's tensors as they are in memory, and as they are saved (an expert by itself where transformers fuses them).
+
+    All on meta, where the model itself may be too. Tied weights are there once.
+    """
+    saved = model.state_dict()
+    for name in model._keys_to_ignore_on_save or ():
+        saved.pop(name, None)
+    saved = remove_tied_weights_from_state_dict(saved, model)
+    shells = {name: torch.empty_like(tensor, device="meta") for name, tensor in saved.items()}
+    return shells, revert_weight_conversion(model, dict(shells))

@@ -1,0 +1,79 @@
+"""What an engine that speaks in lists has sampled becomes the contract's rows; ends of text; streams of randomness."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from core.batch import jagged, objects
+from core.errors import Refused
+from core.protocols import SamplingParams
+from sdk.parts.rollout_checks import check_tags, eos_ids, stop_ids, valid_version
+from sdk.parts.rollout_rows import Prompts, Responses
+from sdk.parts.row_seeds import row_keys
+
+
+def prompts(*rows: list[int]) -> Prompts:
+    batch = TensorDict({"row_weight": torch.arange(len(rows)).float()}, batch_size=[len(rows)])
+    return Prompts.read(batch.set("prompt_ids", jagged([torch.tensor(row) for row in rows])))
+
+
+def test_responses_stand_behind_their_prompts_with_log_probs_on_what_was_sampled() -> None:
+    asked = prompts([5, 6], [7]).repeat(2)
+    sampled = [[10, 11], [12], [], [13, 14, 15]]
+    log_probs = [[-1.0, -2.0], [-3.0], [], [-4.0, -5.0, -6.0]]
+    reasons = ["stop", "length", "abort", "stop"]
+    out = Responses.behind(asked, sampled, log_probs, reasons).batch(
+        asked, weight_version=3, temperature=0.7, log_prob_kind="raw"
+    )
+    rows = [row.tolist() for row in out["input_ids"].unbind()]
+    assert rows == [[5, 6, 10, 11], [5, 6, 12], [7], [7, 13, 14, 15]]
+    assert [row.tolist() for row in out["rollout_log_probs"].unbind()] == [
+        [0, 0, -1, -2],
+        [0, 0, -3],
+        [0],
+        [0, -4, -5, -6],
+    ]
+    assert [int(row.sum()) for row in out["response_mask"].unbind()] == [2, 1, 0, 3]
+    assert (out["prompt_id"].tolist(), out["row_weight"].tolist()) == ([0, 0, 1, 1], [0, 0, 1, 1])
+    assert objects(out.get("finish_reason")) == reasons
+    assert (out["rollout_log_probs"] * out["response_mask"]).is_nested
+
+
+def test_a_foreign_token_is_reported_with_its_row() -> None:
+    with pytest.raises(Refused, match=r"prompt 2 has a token[\s\S]*-1\.\.9"):
+        prompts([5, 6], [7], [8, -1], [9]).check(64, None, 1)
+    with pytest.raises(Refused, match="prompt 1 has a token"):
+        prompts([5, 6], [64]).check(64, None, 1)
+
+
+def test_ends_are_of_the_generation_config_first_and_nested_configs_are_read(tmp_path: Path) -> None:
+    assert eos_ids(str(tmp_path)) == ()
+    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": 4}}')
+    assert eos_ids(str(tmp_path)) == (4,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 70]}')
+    assert eos_ids(str(tmp_path)) == (2, 70)
+    assert stop_ids(SamplingParams(stop_token_ids=(9,)), (2, 70), 64) == [2, 9]
+    assert stop_ids(SamplingParams(stop_token_ids=(9,), ignore_eos=True), (2, 70), 64) == [9]
+    with pytest.raises(Refused, match=r"\[64\]"):
+        stop_ids(SamplingParams(stop_token_ids=(9, 64)), (), 64)
+
+
+def test_weights_that_are_not_there_or_too_old_are_refused() -> None:
+    assert valid_version(4, 4, "") == 4
+    with pytest.raises(Refused, match="no valid weights[\\s\\S]*an update under way"):
+        valid_version(None, None, "an update under way")
+    with pytest.raises(Refused, match="too old"):
+        valid_version(4, 5, "")
+    with pytest.raises(Refused, match="optimizer"):
+        check_tags(["weights", "optimizer"])
+
+
+def test_keys_differ_by_seed_prompt_and_sample_and_by_nothing_else() -> None:
+    ids, samples = torch.arange(50).repeat_interleave(4), torch.arange(4).repeat(50)
+    keys = row_keys(7, ids, samples)
+    assert len(set(keys.tolist()) | set(row_keys(8, ids, samples).tolist())) == 400
+    assert row_keys(7, ids[9:11], samples[9:11]).tolist() == keys[9:11].tolist()
