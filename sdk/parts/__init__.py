@@ -1,1 +1,1 @@
-"""Parts that engines and rollouts share, first- or third-party. They know core, torch and transformers, and no engine."""
+"""Parts that engines and rollouts share, first- or third-party. They know core, torch, transformers, and no engine."""

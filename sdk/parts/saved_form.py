@@ -10,7 +10,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 
 def saved_form(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A model's tensors as they are in memory, and as they are saved (an expert by itself where transformers fuses them).
+    """A model's tensors as they are in memory, and as they are saved (experts one by one, where they are fused).
 
     All on meta, where the model itself may be too. Tied weights are there once.
     """

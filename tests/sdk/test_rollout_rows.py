@@ -64,7 +64,7 @@ def test_ends_are_of_the_generation_config_first_and_nested_configs_are_read(tmp
 
 def test_weights_that_are_not_there_or_too_old_are_refused() -> None:
     assert valid_version(4, 4, "") == 4
-    with pytest.raises(Refused, match="no valid weights[\\s\\S]*an update under way"):
+    with pytest.raises(Refused, match=r"no valid weights[\s\S]*an update under way"):
         valid_version(None, None, "an update under way")
     with pytest.raises(Refused, match="too old"):
         valid_version(4, 5, "")
