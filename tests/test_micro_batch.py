@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import ConfigError
-from core.protocols import WeightSpec
-from manymesh.workers.actor_rollout_ref import buckets
 from manymesh.workers.micro_batch import MicroBatchConfig, plan_micro_batches, round_up, widen
 
 row_lengths = st.lists(st.integers(1, 50), min_size=1, max_size=40)
@@ -59,13 +56,3 @@ def test_numbers_of_micro_batches_are_rounded_up_to_what_the_engine_asks_for() -
 def test_a_budget_below_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_rows"):
         MicroBatchConfig(max_rows=0)
-
-
-def test_buckets_hold_about_their_size_and_never_part_what_loads_together() -> None:
-    names = ["a", "q", "k", "v", "b", "big"]
-    together = {"q": "qkv", "k": "qkv", "v": "qkv"}
-    specs = [WeightSpec(name, (4,), "float32", together.get(name)) for name in names]
-    stream = [(name, torch.zeros(100 if name == "big" else 4)) for name in names]
-    found = [[name for name, _ in bucket] for bucket in buckets(specs, iter(stream), max_bytes=32)]
-    assert found == [["a", "q", "k", "v"], ["b"], ["big"]]
-    assert list(buckets([], iter([]), 32)) == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -14,11 +14,12 @@ from core.batch import num_rows
 from core.config import structure
 from core.dispatch import on_mesh, register
 from core.errors import ConfigError, Refused, did_you_mean
-from core.protocols import LossFn, LossSpec, Metric, Rollout, SamplingParams, WeightSpec
+from core.protocols import LossFn, LossSpec, Metric, Rollout, SamplingParams
 from core.registry import EngineRegistry
 from core.worker import Worker
 from manymesh.workers.agreed import AGREED
 from manymesh.workers.training import TrainingWorker, TrainingWorkerConfig
+from manymesh.workers.transfer.buckets import whole_tensors
 
 # What a rollout answers; the table in core/protocols.py says more.
 GENERATED = frozenset(
@@ -195,8 +196,8 @@ class ActorRolloutRefWorker(Worker):
             specs = actor.engine.weight_specs()
             rollout.begin_weight_update(specs, self.weight_version)
             try:
-                for bucket in buckets(specs, actor.engine.export_weights(), bucket_bytes):
-                    rollout.load_bucket(bucket)
+                for load in whole_tensors(specs, actor.engine.export_weights(), bucket_bytes):
+                    rollout.load_bucket(load)
                 rollout.finish_weight_update()
             except BaseException:
                 rollout.abort_weight_update()
@@ -244,24 +245,6 @@ class ActorRolloutRefWorker(Worker):
         role = self.config.role
         mend = "call init_model first" if part in role.parts else f"choose a role that has {part}"
         return Refused(f"a worker in role {role.value!r} has no {part}", have=sorted(role.parts), mend=mend)
-
-
-def buckets(
-    specs: Sequence[WeightSpec], stream: Iterable[tuple[str, torch.Tensor]], max_bytes: int
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Gather a stream of tensors into buckets of about max_bytes. Tensors that load together share a bucket."""
-    together = {spec.name: spec.together for spec in specs}
-    bucket: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in stream:
-        joined = bool(bucket) and together.get(name) is not None and together[name] == together.get(bucket[-1][0])
-        if bucket and size + tensor.nbytes > max_bytes and not joined:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 def _renamed(answer: tuple[TensorDict | None, Any] | None, **names: str) -> TensorDict | None:
