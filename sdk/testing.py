@@ -1,13 +1,15 @@
-"""Help for tests of engines and rollouts: a world of real ranks on one machine, and tiny models made on the spot."""
+"""Help for tests of engines and rollouts: a world of real ranks on one machine, tiny models and tokenizers made on the
+spot."""
 
 from __future__ import annotations
 
 import importlib.util
 import multiprocessing
 import multiprocessing.connection
+import string
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -194,3 +196,23 @@ def tiny_model(
         model = kind.from_config(config, dtype=torch.float32)
     model.save_pretrained(directory)
     return str(directory)
+
+
+CHARACTERS = string.ascii_letters + string.digits[:9]
+
+
+def character_tokenizer(directory: str | Path) -> None:
+    """Write a tokenizer for tiny_model's 64 tokens: three special ones, then one character each."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>").save_pretrained(directory)
+
+
+def characters(ids: Sequence[int]) -> str:
+    """Tokens as that tokenizer writes them, special ones as question marks."""
+    return "".join("?" if i < 3 else CHARACTERS[i - 3] for i in ids)

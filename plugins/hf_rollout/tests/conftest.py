@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import string
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from core.batch import jagged
 from manymesh_hf.config import HfRolloutConfig
 from manymesh_hf.rollout import HfRollout
-from sdk.testing import tiny_model
+from sdk.testing import character_tokenizer, tiny_model
 
 MakePrompts = Callable[..., TensorDict]
 
@@ -45,12 +43,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 def model_dir(checkpoints: Callable[..., str]) -> str:
     """A qwen3 with a tokenizer of one character a token, and a generation_config that would change sampling."""
     directory = checkpoints()
-    characters = string.ascii_letters + string.digits[:9]
-    vocab = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *characters])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>").save_pretrained(directory)
+    character_tokenizer(directory)
     Path(directory, "generation_config.json").write_text(
         '{"eos_token_id": 2, "pad_token_id": 0, "do_sample": true, "top_k": 1, "temperature": 0.1,'
         ' "repetition_penalty": 3.0, "max_new_tokens": 1}'

@@ -16,6 +16,7 @@ from core.errors import ManymeshError, Refused
 from core.protocols import LogProbKind, Rollout, SamplingParams
 from manymesh_hf.config import HfRolloutConfig
 from manymesh_hf.rollout import HfRollout
+from sdk.testing import characters
 
 MakePrompts = Callable[..., TensorDict]
 Responses = Callable[[TensorDict], list[list[int]]]
@@ -140,12 +141,6 @@ def test_min_new_tokens_holds_every_stop_back(rollout: HfRollout, prompts: MakeP
     [response] = responses(out)
     assert not {free[0], EOS} & set(response[:3])
     assert len(response) > 3
-
-
-def characters(ids: list[int]) -> str:
-    return "".join(
-        "?" if i < 3 else "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678"[i - 3] for i in ids
-    )
 
 
 def test_each_row_ends_at_its_first_stop_token_or_whole_stop_string(

@@ -1,0 +1,85 @@
+"""Options of the rollout. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from core.config import RolloutConfig
+from core.errors import ConfigError
+
+# What the rollout says to vLLM itself, and which of our options says it.
+OURS = {
+    "model": "model",
+    "dtype": "dtype",
+    "seed": "seed",
+    "tensor_parallel_size": "tensor_parallel",
+    "pipeline_parallel_size": "",
+    "data_parallel_size": "",
+    "distributed_executor_backend": "",
+    "skip_tokenizer_init": "",
+    "generation_config": "",
+    "logprobs_mode": "",
+    "enable_chunked_prefill": "",
+    "speculative_config": "",
+    "max_model_len": "max_model_len",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "kv_cache_memory_bytes": "kv_cache_mb",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "enforce_eager": "enforce_eager",
+    "enable_sleep_mode": "sleep_mode",
+}
+
+
+@attrs.frozen
+class VllmRolloutConfig(RolloutConfig):
+    """Rollout with vLLM in the worker's own process.
+
+    Attributes:
+        tensor_parallel: ranks that hold one copy of the model together; the world is dp copies of it.
+        max_model_len: tokens of prompt and response together; None for the model's own context.
+        max_num_seqs: rows that run at once; the others wait.
+        max_num_batched_tokens: tokens of one forward pass, at least max_model_len, since prompts are not cut; None for
+            the larger of max_model_len and 8192.
+        gpu_memory_utilization: share of a GPU's memory for weights, activations and KV cache; the trainer has the rest.
+        kv_cache_mb: size of the KV cache, MiB; None for what gpu_memory_utilization leaves, and for 512 on CPU.
+        enable_prefix_caching: prompts that begin alike are computed once. Dropped at every weight update.
+        enforce_eager: no compilation, no CUDA graphs; None for False on GPU and True on CPU.
+        sleep_mode: let release() free memory; only on CUDA.
+        vllm: further arguments of vLLM's LLM, as they are.
+    """
+
+    tensor_parallel: int = 1
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = 0.5
+    kv_cache_mb: int | None = None
+    enable_prefix_caching: bool = True
+    enforce_eager: bool | None = None
+    sleep_mode: bool = True
+    vllm: Mapping[str, Any] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("tensor_parallel", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_mb"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is a number of things", have=value, want="at least 1")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                "gpu_memory_utilization is a share", have=self.gpu_memory_utilization, want="above 0, at most 1"
+            )
+        if self.max_model_len and self.max_num_batched_tokens and self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                "prompts are not cut, so that a forward pass must hold the longest",
+                have=f"max_num_batched_tokens {self.max_num_batched_tokens}, max_model_len {self.max_model_len}",
+                want=f"max_num_batched_tokens of at least {self.max_model_len}",
+            )
+        taken = sorted(set(self.vllm) & set(OURS))
+        if taken:
+            named = [f"{name} by the option {OURS[name]}" if OURS[name] else f"{name} by the rollout" for name in taken]
+            raise ConfigError("these arguments of vLLM are set elsewhere", have=", ".join(named), where="vllm")

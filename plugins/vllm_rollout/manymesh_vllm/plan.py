@@ -1,0 +1,41 @@
+"""Where ranks stand: dp copies of the model, each cut over infer_tp neighbouring ranks. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from core.errors import Refused
+from core.manifest import ModelFacts, Plan
+from core.mesh import MeshLayout
+from manymesh_vllm.config import VllmRolloutConfig
+
+TP = "infer_tp"
+
+
+def plan(config: VllmRolloutConfig, world_size: int, model: ModelFacts | None) -> Plan:
+    """Axes dp and infer_tp; rank r has dp rank r // tp, and the first of each dp rank is collected.
+
+    Another engine on the same ranks may lie otherwise: weights cross by name.
+
+    Raises:
+        Refused: tensor_parallel doesn't divide the world, or the model's heads.
+    """
+    if world_size < 1:
+        raise Refused("a rollout needs a rank", have=f"world size {world_size}", want="at least 1")
+    tp = config.tensor_parallel
+    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    legal = [size for size in divisors if _cuts(model, size)]
+    if tp not in legal:
+        why = "doesn't divide the model's heads" if tp in divisors else f"doesn't divide the {world_size} ranks"
+        heads = f", {model.num_heads} heads, {model.num_kv_heads} KV heads" if model is not None else ""
+        raise Refused(
+            f"tensor_parallel {tp} {why}",
+            have=f"world size {world_size}{heads}",
+            want=f"one of {', '.join(map(str, legal))}",
+        )
+    layout = MeshLayout.of(dp=world_size // tp, **{TP: tp})
+    return Plan({"dense": layout}, layout.route(("dp",), {TP: 0}))
+
+
+def _cuts(model: ModelFacts | None, tp: int) -> bool:
+    """Whether vLLM can cut the model: query heads evenly, KV heads evenly or each held by several ranks."""
+    heads, kv_heads = (model.num_heads, model.num_kv_heads) if model is not None else (None, None)
+    return (heads is None or heads % tp == 0) and (kv_heads is None or kv_heads % tp == 0 or tp % kv_heads == 0)

@@ -1,0 +1,116 @@
+"""Loading a stream of named tensors into a live vLLM model, by vLLM's layerwise reload.
+
+vLLM keeps weights in a form of its own (q, k and v fused, experts fused, on CPU packed for the kernels), so that a
+tensor cannot be copied to its place by itself. Its layerwise reload takes tensors as they are saved, holds them until
+one of its own layers is whole, makes the layer anew and copies it over the live one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from core.errors import ManymeshError
+from core.protocols import WeightSpec
+from sdk.parts.saved_form import saved_form
+from sdk.parts.weights import Announced, some
+
+_OURS = "_manymesh_copy"  # marks a tensor that is no sender's
+
+
+def expected_tensors(model: str) -> dict[str, torch.Tensor]:
+    """What save_pretrained would write of a checkpoint's model, on meta.
+
+    vLLM's own names are those of its fused parameters, and no list of what it would take; so the model is asked of
+    transformers, which makes it without memory.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model, local_files_only=True)
+    with torch.device("meta"):
+        return saved_form(AutoModelForCausalLM.from_config(config))[1]
+
+
+class WeightUpdate:
+    """One pass of all weights into a live model, in buckets of any order and size.
+
+    Args:
+        worker: vLLM's worker in this process.
+    """
+
+    def __init__(
+        self, worker: Any, expected: Mapping[str, torch.Tensor], specs: Sequence[WeightSpec], version: int
+    ) -> None:
+        """Raises Refused as sdk.parts.weights.check_specs; nothing has changed then."""
+        self._announced = Announced(specs, expected)
+        self.version = version
+        self._worker, self._model = worker, worker.model_runner.get_model()
+        with self._in_vllm():
+            initialize_layerwise_reload(self._model)
+        self._unfilled: set[str] | None = {name for name, _ in self._model.named_parameters()}
+
+    def _in_vllm(self) -> Any:
+        return set_current_vllm_config(self._worker.vllm_config)
+
+    def load(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Hand the bucket's tensors to their layers.
+
+        Raises:
+            Refused: as Announced.check. None of the bucket is loaded then.
+        """
+        self._announced.check(bucket)
+        with self._in_vllm(), torch.no_grad():
+            filled = self._model.load_weights(iter(bucket))
+            self._keep_what_waits()
+        self._announced.came(bucket)
+        if self._unfilled is not None:
+            # Quantised models have parameters that no checkpoint fills, and some models don't tell: vLLM's own rule.
+            quantised = self._worker.model_config.quantization is not None
+            self._unfilled = None if filled is None or quantised else self._unfilled - set(filled)
+
+    def _keep_what_waits(self) -> None:
+        """Copy the tensors that vLLM holds for layers that are not whole: it holds the sender's own memory.
+
+        Not whole are fused layers of which a part is in another bucket, weights whose bias is, and vocabularies that
+        vLLM pads, until the end.
+        """
+        for layer in self._model.modules():
+            for _, arguments in get_layerwise_info(layer).loaded_weights:
+                held = arguments.arguments
+                for key, value in held.items():
+                    if isinstance(value, torch.Tensor) and key != "param" and not hasattr(value, _OURS):
+                        held[key] = value.clone()
+                        setattr(held[key], _OURS, True)
+
+    def finish(self) -> None:
+        """Put the new weights to use.
+
+        Raises:
+            Refused: weights have not come; the update is still under way then.
+            ManymeshError: vLLM left parameters as they were.
+        """
+        self._announced.check_complete()
+        if self._unfilled:
+            raise ManymeshError(
+                "vLLM took all weights and left parameters of the model without any",
+                have=some(sorted(self._unfilled)),
+                where=type(self._model).__name__,
+                mend="use another rollout for this model",
+            )
+        with self._in_vllm():
+            finalize_layerwise_reload(self._model, self._worker.model_config)
+
+    def abort(self) -> None:
+        """Give every layer that is not whole its old tensors back. Layers that were whole have the new ones."""
+        for layer in self._model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.loaded_weights.clear()
+                info.load_numel = info.load_numel_total = 0
+        with self._in_vllm():
+            finalize_layerwise_reload(self._model, self._worker.model_config)
