@@ -140,7 +140,8 @@ def _parameters(model: Any, vocab_size: int | None) -> Iterator[_Lies]:
                     mend="leave the choice of layers to the option layer_spec",
                 )
             shape, whole = tuple(box.data.shape), tuple(box.global_shape)
-            if box.allow_shape_mismatch and vocab_size is not None:
+            # megatron marks a value head, too, as padded like the vocabulary.
+            if box.allow_shape_mismatch and vocab_size is not None and whole[0] >= vocab_size:
                 rows = min(shape[0], max(0, vocab_size - box.global_offset[0]))
                 shape, whole = (rows, *shape[1:]), (vocab_size, *whole[1:])
                 stop = prod(shape)

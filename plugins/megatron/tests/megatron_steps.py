@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
+import torch.distributed.checkpoint as dcp
 from tensordict import TensorDict
 
 from core.batch import select, take, to_jagged, to_padded
@@ -20,7 +23,7 @@ from manymesh.workers.micro_batch import MicroBatchConfig
 from manymesh.workers.training import TrainingWorker, TrainingWorkerConfig
 from manymesh_megatron.config import MegatronConfig
 from manymesh_megatron.engine import MegatronEngine
-from sdk.reference import OPTIMIZER, PolicyLoss, scale_of
+from sdk.reference import OPTIMIZER, PolicyLoss, ValueLoss, scale_of
 
 SLOW = attrs.evolve(OPTIMIZER, lr=1e-3)  # so that three steps stay near enough to compare losses
 LOSSES = {"language_model": "sdk.reference:PolicyLoss", "value_model": "sdk.reference:ValueLoss"}
@@ -47,9 +50,10 @@ def micro_batches(engine: MegatronEngine, batch: TensorDict, number: int = 4) ->
 
 def step(engine: MegatronEngine, batch: TensorDict, number: int = 4) -> tuple[float, bool]:
     """One optimizer step on a global batch: the gradient's norm, and whether the step was skipped."""
+    loss = ValueLoss() if "values" in engine.limits.outputs else PolicyLoss()
     with engine.train_mode():
         engine.optimizer_zero_grad()
-        engine.forward_backward(micro_batches(engine, batch, number), PolicyLoss(), scale_of(batch))
+        engine.forward_backward(micro_batches(engine, batch, number), loss, scale_of(batch))
         info = engine.optimizer_step()
         engine.lr_scheduler_step()
     return info.grad_norm, info.skipped
@@ -57,6 +61,19 @@ def step(engine: MegatronEngine, batch: TensorDict, number: int = 4) -> tuple[fl
 
 def weights(engine: MegatronEngine) -> dict[str, torch.Tensor]:
     return dict(engine.export_weights())
+
+
+def checkpoint_tensors(path: str | Path) -> dict[str, torch.Tensor]:
+    """Every whole tensor of a checkpoint, but random states, which are a layout's own."""
+    tensors = {
+        name: torch.empty(each.size, dtype=each.properties.dtype)
+        for name, each in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items()
+        if ".rank" not in name
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(tensors, checkpoint_id=path, no_dist=True)
+    return tensors
 
 
 def infer(engine: MegatronEngine, batch: TensorDict) -> dict[str, torch.Tensor] | None:
