@@ -37,7 +37,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        model, data = write_model(directory / "model"), write_copy_task(directory / "copy.jsonl")
+        model, data = write_model(directory / "untrained"), write_copy_task(directory / "copy.jsonl")
         config = GrpoConfig.of(demo_config(directory))
         prompts, samples = config.algorithm.prompts_per_step, config.sampling.num_samples
         trainer = GrpoTrainer(config)

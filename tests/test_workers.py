@@ -29,6 +29,7 @@ from manymesh.workers import (
 )
 from manymesh.workers.export import export_directory
 from sdk.testing import RankPool, tiny_model
+from tests.support.batches import training_batch
 
 LOSS = "manymesh.recipes.grpo.loss:policy_loss"
 
@@ -55,27 +56,6 @@ def alone() -> Iterator[None]:
     """Workers made in a test have a world of their own."""
     with placed(WorkerContext()):
         yield
-
-
-def training_batch(num_rows: int = 8, seed: int = 0) -> TensorDict:
-    """Rows of very unequal length, from 3 to 60 tokens."""
-    random = torch.Generator().manual_seed(seed)
-    lengths = torch.linspace(3, 60, num_rows).long()[torch.randperm(num_rows, generator=random)]
-    total = int(lengths.sum())
-    ids: Any = jagged_from(torch.randint(3, 64, (total,), generator=random), lengths)
-
-    def column(values: torch.Tensor) -> torch.Tensor:
-        return torch.nested.nested_tensor_from_jagged(values, ids.offsets())
-
-    positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
-    columns = {
-        "input_ids": ids,
-        "response_mask": column(positions >= 2),
-        "old_log_probs": column(-4 + torch.rand(total, generator=random)),
-        "ref_log_probs": column(-4 + torch.rand(total, generator=random)),
-        "advantages": column(torch.randn(total, generator=random)),
-    }
-    return TensorDict(columns, batch_size=[num_rows])
 
 
 def worker_config(

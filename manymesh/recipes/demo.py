@@ -2,7 +2,7 @@
 minute or two.
 
 Model, tokenizer and data are made on the spot. Training by FSDP and sampling by transformers run in the
-same processes.
+same processes; `--config FILE` lays other settings over the demo's, such as another backend's.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from manymesh.recipes.grpo.__main__ import guarded
-from manymesh.recipes.yaml_config import override
+from manymesh.recipes.yaml_config import laid_over, load_yaml, override
 
 
 def demo_config(directory: Path, seed: int = 0) -> dict[str, Any]:
     """The demo's config, with model and data under `directory`."""
     return {
-        "model": {"path": str(directory / "model")},
+        "model": {"path": str(directory / "untrained")},  # "model" is the trained one
         "data": {"path": str(directory / "copy.jsonl"), "seed": seed},
         "reward": {"function": "manymesh.recipes.grpo.reward:digit_share"},
         "pool": {"processes": [2], "use_gpu": False},
@@ -40,30 +40,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m manymesh.recipes.demo", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the model's weights, the data and the sampling")
     parser.add_argument("--dir", type=Path, help="where to; runs/demo-<time> when not given")
+    parser.add_argument("--config", metavar="FILE", help="YAML whose values take the place of the demo's")
     parser.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="of the config")
     parser.add_argument("--verbose", action="store_true", help="errors with their traceback")
     args = parser.parse_intermixed_args(arguments)
     directory = args.dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
-    return guarded(lambda: run(directory, args.seed, args.overrides), verbose=args.verbose)
+
+    def demo() -> int:
+        settings = load_yaml(args.config) if args.config else {}
+        return run(directory, args.seed, settings, args.overrides)
+
+    return guarded(demo, verbose=args.verbose)
 
 
-def run(directory: Path, seed: int = 0, overrides: Sequence[str] = ()) -> int:
-    """Make the toy, train, and say how it went."""
+def run(directory: Path, seed: int, settings: Mapping[str, Any], overrides: Sequence[str]) -> int:
+    """Make the toy, train, and say how it went.
+
+    Args:
+        settings: laid over the demo's config, and `overrides` over both.
+    """
     from manymesh.recipes.grpo.config import GrpoConfig
     from manymesh.recipes.grpo.launch import worker_group
     from manymesh.recipes.grpo.trainer import GrpoTrainer
     from manymesh.recipes.toy import write_copy_task, write_model
 
     start = time.perf_counter()
-    config = GrpoConfig.of(override(demo_config(directory, seed), overrides))
+    config = GrpoConfig.of(override(laid_over(demo_config(directory, seed), settings), overrides))
     directory.mkdir(parents=True, exist_ok=True)
-    write_model(directory / "model", seed=seed)
+    write_model(directory / "untrained", seed=seed)
     write_copy_task(directory / "copy.jsonl", seed=seed)
     rows = config.algorithm.prompts_per_step * config.sampling.num_samples
     print(
         f"A tiny language model, made just now, is to learn to copy four digits: {rows} answers a step, until the"
         f" mean reward of {config.run.stop_window} steps is {config.run.stop_at_reward}.\n"
-        "Starting Ray and two workers ...",
+        f"Starting Ray and {config.pool.world_size} workers ...",
         flush=True,
     )
     trainer = GrpoTrainer(config)

@@ -28,6 +28,15 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     return data
 
 
+def laid_over(data: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `data` with the values of `over` in place of its own; mappings are merged key by key."""
+    out = dict(data)
+    for key, value in over.items():
+        mine = out.get(key)
+        out[key] = laid_over(mine, value) if isinstance(mine, Mapping) and isinstance(value, Mapping) else value
+    return out
+
+
 def override(data: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
     """A copy of `data` with `path.to.key=value` applied; values are read as YAML.
 

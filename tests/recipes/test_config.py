@@ -14,6 +14,7 @@ from manymesh.recipes.grpo.__main__ import main
 from manymesh.recipes.grpo.config import GrpoConfig
 from manymesh.recipes.grpo.launch import need_cluster
 from manymesh.recipes.grpo.trainer import GrpoTrainer, changed
+from manymesh.recipes.yaml_config import laid_over
 from manymesh.workers import Role
 
 
@@ -159,6 +160,25 @@ def test_the_command_prints_an_error_without_traceback_and_exits_1(
     with pytest.raises(SystemExit) as usage:
         main([])
     assert usage.value.code == 2
+
+
+def test_a_config_is_laid_over_another_key_by_key() -> None:
+    under = {"a": {"b": 1, "c": {"d": 2}}, "e": [1, 2]}
+    assert laid_over(under, {"a": {"c": {"d": 3, "f": 4}}, "e": [5]}) == {
+        "a": {"b": 1, "c": {"d": 3, "f": 4}},
+        "e": [5],
+    }
+    assert laid_over(under, {"a": None}) == {"a": None, "e": [1, 2]}
+    assert under["a"] == {"b": 1, "c": {"d": 2}}
+
+
+def test_the_demo_takes_another_config_over_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "over.yaml").write_text("actor: {engine: {tensor_parallel: 2}}")
+    monkeypatch.chdir(tmp_path)
+    assert main(["--demo", "--config", "over.yaml"]) == 1
+    assert "unknown key 'tensor_parallel'" in capsys.readouterr().err  # of the demo's backend
 
 
 def test_what_differs_between_two_configs_is_told_by_path() -> None:

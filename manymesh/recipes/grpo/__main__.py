@@ -25,14 +25,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", metavar="FILE", help="YAML")
     parser.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="values are read as YAML")
     parser.add_argument("--resume", action="store_true", help="go on from the latest complete checkpoint")
-    parser.add_argument("--demo", action="store_true", help="the demo, with its defaults")
+    parser.add_argument("--demo", action="store_true", help="the demo; FILE is laid over its config")
     parser.add_argument("--seed", type=int, default=0, help="of the demo")
     parser.add_argument("--verbose", action="store_true", help="errors with their traceback")
     args = parser.parse_intermixed_args(arguments)
     if args.demo:
         from manymesh.recipes.demo import main as demo
 
-        return demo([f"--seed={args.seed}", *(["--verbose"] if args.verbose else []), *args.overrides])
+        options = ["--verbose"] if args.verbose else []
+        options += [f"--config={args.config}"] if args.config else []
+        return demo([f"--seed={args.seed}", *options, *args.overrides])
     if args.config is None:
         parser.error("--config FILE or --demo is needed")
     return guarded(lambda: train(args.config, args.overrides, resume=args.resume), verbose=args.verbose)
