@@ -73,8 +73,12 @@ class Checkpoints:
             self._finish(partial, contents, lambda: write_pieces(partial, pieces, rank))
 
     def load(self, loaded: Loaded, path: str) -> Contents:
-        """Raises Refused: on all ranks and with nothing changed, where there is no checkpoint of this model, or not all
-        of it can be read."""
+        """Takes host memory for this rank's share of the state, for the time.
+
+        Raises:
+            Refused: on all ranks and with nothing changed, where there is no checkpoint of this model, or not all of it
+                can be read.
+        """
         self.settle()
         have = checkpoint_directory.check(path, self._contents(loaded, 0), self._group)
         state, optimizer = self._state(loaded), loaded.optimizer

@@ -68,12 +68,12 @@ def state_of(models: Sequence[Any], optimizer: ScheduledOptimizer | None, vocab_
     found = [each for model in models for each in _parameters(model, vocab_size)]
     shares = optimizer.shares([each.parameter for each in found]) if optimizer is not None else {}
     state = State([], [])
-    for lies in found:
-        flat, share = lies.parameter.detach().view(-1), shares.get(id(lies.parameter))
-        state.padding.append(flat[lies.stop :])
+    for placed in found:
+        flat, share = placed.parameter.detach().view(-1), shares.get(id(placed.parameter))
+        state.padding.append(flat[placed.stop :])
         if share is not None:
-            state.padding.extend(each[max(0, lies.stop - share.start) :] for each in share.tensors.values())
-        for place in lies.places:
+            state.padding.extend(each[max(0, placed.stop - share.start) :] for each in share.tensors.values())
+        for place in placed.places:
             name, master = place.name, f"optimizer.state.{MASTER}.{place.name}"
             # Where an engine of another dtype wrote it, its fp32 copy is the exact one.
             sources = (master, name) if flat.dtype == torch.float32 else (name,)
@@ -115,7 +115,7 @@ class _Place:
 
 
 @attrs.frozen(eq=False)
-class _Lies:
+class _Placed:
     """A parameter, its places in whole tensors, and the number of its elements before padding."""
 
     parameter: torch.Tensor
@@ -123,11 +123,11 @@ class _Lies:
     stop: int
 
 
-def _parameters(model: Any, vocab_size: int | None) -> Iterator[_Lies]:
+def _parameters(model: Any, vocab_size: int | None) -> Iterator[_Placed]:
     experts = {id(each) for part in model.modules() if isinstance(part, MoELayer) for each in part.experts.parameters()}
     for base in nested_values(model.sharded_state_dict(metadata=dict(NAMING))):
         if not isinstance(base, ShardedTensor | ShardedTensorFactory):
-            continue  # what TransformerEngine keeps for fp8, and finds again by itself
+            continue  # layers' extra state: nothing, or what TransformerEngine measured for fp8 and measures again
         parameter: Any = base.data
         stop, places = parameter.numel(), []
         for box in nested_values([base.build()]) if isinstance(base, ShardedTensorFactory) else [base]:
@@ -147,7 +147,7 @@ def _parameters(model: Any, vocab_size: int | None) -> Iterator[_Lies]:
                 stop = prod(shape)
             kind = "expert" if id(parameter) in experts else "dense"
             places.append(_Place(box.key, start, shape, tuple(box.global_offset), whole, box.replica_id, kind))
-        yield _Lies(parameter, places, stop)
+        yield _Placed(parameter, places, stop)
 
 
 @attrs.define

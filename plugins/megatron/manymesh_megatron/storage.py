@@ -1,14 +1,16 @@
 """Pieces of whole tensors in the files of torch.distributed.checkpoint, from which any layout of ranks reads its own.
 
-It is megatron's format torch_dist, which its dist_checkpointing reads, but not its writer. That one forks processes
-that write, and starts on each rank a server process for their answers, which stays. A process that holds a device and
-its threads should not be forked, a daemonic one may not be, and what it started outlives it when it is killed. A thread
-does as well: checksums and the system's writes are done without Python's lock. And ranks need not talk before they
-write: each plans its own part, and the first learns at the end what there is.
+It is megatron's format torch_dist, and its dist_checkpointing reads the model from it (strict="log_unexpected", since
+layers' extra state is not kept). Its writer is not used: that forks processes which write, and starts on each rank a
+server process for their answers, which stays. A process that holds a device and its threads should not be forked, a
+daemonic one may not be, and what it started outlives it when it is killed. A thread does as well: checksums and the
+system's writes are done without Python's lock. Nor do ranks talk before they write: each plans its own part, and the
+first learns at the end what there is.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -50,7 +52,13 @@ def write_pieces(directory: Path, pieces: Sequence[Piece], rank: int) -> Written
     writer = FileSystemWriter(directory, sync_files=True)
     # The writer names a rank's file after the place of its plan in such a list.
     plan = writer.prepare_global_plan([SavePlan(items)] * (rank + 1))[rank]
-    return Written(items, writer.write_data(plan, _Sources(pieces)).wait())
+    try:
+        return Written(items, writer.write_data(plan, _Sources(pieces)).wait())
+    except RuntimeError as error:
+        # Closing its archive, torch finds that less was written than it thought, and says only that.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
 
 
 def write_index(directory: Path, written: Written, group: Any) -> None:
@@ -67,8 +75,10 @@ def write_index(directory: Path, written: Written, group: Any) -> None:
     # This also checks that each whole tensor is there without gap or overlap.
     _, metadata = planner.create_global_plan([SavePlan(items) for items, _ in everybodys])
     FileSystemWriter(directory, sync_files=True).finish(metadata, [places for _, places in everybodys])
+    # For megatron, which wants these two files beside the tensors.
     save_config(CheckpointingConfig("torch_dist", 1), str(directory))
-    torch.save({"content_metadata": dict(NAMING)}, directory / "common.pt")
+    torch.save({"content_metadata": dict(NAMING)}, common := io.BytesIO())
+    (directory / "common.pt").write_bytes(common.getvalue())
 
 
 class Index:

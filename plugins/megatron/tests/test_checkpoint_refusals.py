@@ -28,8 +28,10 @@ def qwen3(model_dir: Callable[..., str]) -> str:
     return model_dir("qwen3", num_layers=2)
 
 
-@pytest.mark.parametrize("full_rank", [0, 1])
-def test_a_full_disk_is_refused_on_all_ranks_and_the_older_checkpoint_stays(on, qwen3, tmp_path, full_rank) -> None:
+@pytest.mark.parametrize(("full_rank", "room"), [(0, 20_000), (1, 1_000)])  # between tensors, and within one
+def test_a_full_disk_is_refused_on_all_ranks_and_the_older_checkpoint_stays(
+    on, qwen3, tmp_path, full_rank, room
+) -> None:
     path = str(tmp_path / "ckpt")
 
     def job(rank: int, world_size: int) -> tuple[str, int, int]:
@@ -40,7 +42,7 @@ def test_a_full_disk_is_refused_on_all_ranks_and_the_older_checkpoint_stays(on, 
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             if rank == full_rank:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+                resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
             with pytest.raises(Refused) as refusal:
                 engine.save_checkpoint(path, step=2)
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
