@@ -6,14 +6,14 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "core.errors": "ConfigError DeadlineExceeded ManymeshError Refused RegistryError WorkerFailed",
+    "core.errors": "ConfigError DeadlineExceeded ManymeshError Refused RegistryError TransferFailed WorkerFailed",
     "core.mesh": "Mesh MeshLayout RankMesh Route",
     "core.manifest": "Capability Limits Manifest ModelFacts Plan Planner",
     "core.hookspecs": "hookimpl",
     "core.config": "EngineConfig OptimizerConfig RolloutConfig structure",
     "core.protocols": (
         "Engine GenerationDelta LogProbKind LossFn LossScale LossSpec Metric MicroResult Rollout RolloutServer"
-        " SamplingParams StepInfo WeightSpec WeightTransfer"
+        " SamplingParams StepInfo TransferRound WeightSpec WeightTransfer"
     ),
     "core.registry": "EngineRegistry",
     "core.calls": "DispatchMode Execute PerRank",

@@ -104,6 +104,11 @@ class WorkerFailed(ManymeshError):
         return text
 
 
+class TransferFailed(ManymeshError):
+    """Weights did not cross as a whole. The groups are healthy; the receivers have no valid weights, or their old ones
+    where those are still whole. The next sync sends all again."""
+
+
 class DeadlineExceeded(ManymeshError, TimeoutError):
     """A wait ran past its deadline. The message says what was waited for."""
 

@@ -27,7 +27,7 @@ temperature, so that trainer and rollout speak of the same distribution.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -292,7 +292,8 @@ class Rollout(Protocol):
         ...
 
     def abort_weight_update(self) -> None:
-        """weight_version stays None unless the update was fully staged."""
+        """weight_version stays None, unless the update was fully staged or nothing was loaded yet: then the weights
+        before it are whole, and their version comes back."""
         ...
 
     def shutdown(self) -> None: ...
@@ -322,16 +323,49 @@ class RolloutServer(Rollout, Protocol):
     async def resume_generation(self) -> None: ...
 
 
-class WeightTransfer(Protocol):
-    """Carries one version of the weights from the trainer's ranks to the rollout's ranks, bucket by bucket."""
+class TransferRound(Protocol):
+    """How the ends of a transfer hear of each other during one sync. No wait is without a deadline, and all end when
+    an end has stopped the round."""
 
-    def prepare(self) -> bytes:
-        """This rank's address for its peers."""
+    @property
+    def timeout_s(self) -> float: ...
+    def put(self, key: str, value: str | bytes = b"1") -> None: ...
+    def get(self, key: str, what: str) -> bytes:
+        """Wait for what an end puts under the key; `what` is for the error at the deadline."""
         ...
 
-    def connect(self, senders: Sequence[bytes], receivers: Sequence[bytes], index: int) -> None: ...
-    def send(self, specs: Sequence[WeightSpec], stream: Iterator[tuple[str, torch.Tensor]], version: int) -> None: ...
-    def receive(self, version: int) -> Iterator[Sequence[tuple[str, torch.Tensor]]]: ...
-    def finish(self, ok: bool) -> None:
-        """The sender's state moves on only when every receiver has confirmed digests."""
+    def wait_until(self, done: Callable[[], bool], what: str, pause: Callable[[float], None] = ...) -> None:
+        """Poll `done`; between polls `pause` waits for the seconds it is given, or less."""
+        ...
+
+
+class WeightTransfer(Protocol):
+    """A kind of link that carries buckets of bytes from one rank of a trainer to all ranks of the rollouts.
+
+    It knows nothing of tensors' names, of versions or of digests: whoever uses it cuts and joins, verifies and commits,
+    the same way for every kind. `send` and `receive` run in a thread of their own and may block; they raise what goes
+    wrong, and wait by means of the round. A factory gets `device`, "cpu" or "cuda": where pieces lie that are sent,
+    and where received ones should.
+    """
+
+    def connect(self, round_: TransferRound, index: int, num_receivers: int, host: str) -> None:
+        """Meet the other ends. `index` 0 is the sender, receivers count from 1; `host` is this node's address."""
+        ...
+
+    def send(self, round_: TransferRound, number: int, pieces: Sequence[torch.Tensor]) -> None:
+        """Send bucket `number` (from 0) of a sync: flat uint8 tensors, which are not touched after the return. At most
+        two buckets are sent and not freed."""
+        ...
+
+    def receive(self, round_: TransferRound, number: int, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+        """The pieces of a bucket, of these numbers of bytes. They stay as they are until bucket number + 2 is asked
+        for."""
+        ...
+
+    def free(self, number: int) -> None:
+        """At the sender: all receivers have loaded the bucket."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything, also in the midst of a sync that was stopped. Can be called twice."""
         ...

@@ -10,9 +10,12 @@ _HOME_OF = {
     "ActorRolloutRefWorker": "manymesh.workers.actor_rollout_ref",
     "MicroBatchConfig": "manymesh.workers.micro_batch",
     "Role": "manymesh.workers.actor_rollout_ref",
-    "RolloutWorkerConfig": "manymesh.workers.actor_rollout_ref",
+    "RolloutWorker": "manymesh.workers.rollout",
+    "RolloutWorkerConfig": "manymesh.workers.rollout",
     "TrainingWorker": "manymesh.workers.training",
     "TrainingWorkerConfig": "manymesh.workers.training",
+    "TransferConfig": "manymesh.workers.transfer.sync",
+    "WeightSync": "manymesh.workers.transfer.sync",
 }
 
 __all__ = sorted(_HOME_OF)

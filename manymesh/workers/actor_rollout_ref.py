@@ -7,24 +7,18 @@ from enum import StrEnum
 from typing import Any
 
 import attrs
-import torch
 from tensordict import TensorDict
 
-from core.batch import num_rows
 from core.config import structure
+from core.device import choose_device
 from core.dispatch import on_mesh, register
 from core.errors import ConfigError, Refused, did_you_mean
-from core.protocols import LossFn, LossSpec, Metric, Rollout, SamplingParams
-from core.registry import EngineRegistry
-from core.worker import Worker
+from core.protocols import Engine, LossFn, LossSpec, Metric, Rollout
 from manymesh.workers.agreed import AGREED
+from manymesh.workers.rollout import GeneratingWorker, RolloutWorkerConfig
 from manymesh.workers.training import TrainingWorker, TrainingWorkerConfig
 from manymesh.workers.transfer.buckets import whole_tensors
-
-# What a rollout answers; the table in core/protocols.py says more.
-GENERATED = frozenset(
-    {"input_ids", "response_mask", "rollout_log_probs", "prompt_id", "weight_version", "finish_reason", "row_weight"}
-)
+from manymesh.workers.transfer.link import SendsWeights
 
 
 class Role(StrEnum):
@@ -33,6 +27,7 @@ class Role(StrEnum):
     ACTOR = "actor"
     ROLLOUT = "rollout"
     REF = "ref"
+    ACTOR_REF = "actor_ref"
     ACTOR_ROLLOUT = "actor_rollout"
     ACTOR_ROLLOUT_REF = "actor_rollout_ref"
 
@@ -46,6 +41,7 @@ _PARTS: Mapping[Role, frozenset[str]] = {
     Role.ACTOR: frozenset({"actor"}),
     Role.ROLLOUT: frozenset({"rollout"}),
     Role.REF: frozenset({"ref"}),
+    Role.ACTOR_REF: frozenset({"actor", "ref"}),
     Role.ACTOR_ROLLOUT: frozenset({"actor", "rollout"}),
     Role.ACTOR_ROLLOUT_REF: frozenset({"actor", "rollout", "ref"}),
 }
@@ -56,25 +52,6 @@ def _role(name: str) -> Role:
         return Role(name)
     except ValueError as error:
         raise ConfigError(f"unknown role {name!r}", mend=did_you_mean(name, [role.value for role in Role])) from error
-
-
-@attrs.frozen
-class RolloutWorkerConfig:
-    """A rollout backend.
-
-    Attributes:
-        backend: name in the registry.
-        engine: the backend's options, structured into its manifest's class.
-        bucket_mb: weights are handed over in buckets of about this size, MiB.
-        release_after_generate: give the rollout's memory back after each generate; update_weights refills it.
-        device: torch device type; None for what the machine has.
-    """
-
-    backend: str = "hf"
-    engine: Mapping[str, Any] = attrs.field(factory=dict)
-    bucket_mb: int = 256
-    release_after_generate: bool = False
-    device: str | None = None
 
 
 @attrs.frozen
@@ -92,7 +69,7 @@ class ActorRolloutRefConfig:
             raise ConfigError(f"role {self.role.value!r} needs a config for {', '.join(missing)}", have=self)
 
 
-class ActorRolloutRefWorker(Worker):
+class ActorRolloutRefWorker(GeneratingWorker, SendsWeights):
     """Policy, reference and rollout on one rank, with meshes "actor", "ref" and "rollout" of their own.
 
     `weight_version` counts the policy's updates. A rollout keeps the version of the weights that it was handed.
@@ -102,7 +79,6 @@ class ActorRolloutRefWorker(Worker):
         self.config = structure(ActorRolloutRefConfig, config, "worker")
         self.actor: TrainingWorker | None = None
         self.ref: TrainingWorker | None = None
-        self.rollout: Rollout | None = None
         self.weight_version = 0
 
     @register()
@@ -121,47 +97,12 @@ class ActorRolloutRefWorker(Worker):
             self.export_mesh("actor", self.actor, "train")
             self.actor.reset()
         if "rollout" in parts and config.rollout is not None:
-            rollout: Rollout = EngineRegistry.new(
-                None, config.rollout.backend, config.rollout.engine, config.rollout.device, kind="rollout"
-            )
-            self.rollout = rollout
-            self.add_mesh("rollout", rollout.mesh)
-            rollout.initialize()
+            self.build_rollout(config.rollout)
 
     @register()
     def set_loss_fn(self, loss: LossSpec | LossFn) -> None:
         """The policy's loss, from now on."""
         self._actor().set_loss_fn(loss)
-
-    @register(on_mesh("rollout"), rows_per_input=lambda prompts, sampling, min_version: sampling.num_samples)
-    def generate_sequences(
-        self, prompts: TensorDict, sampling: SamplingParams, min_version: int | None = None
-    ) -> TensorDict:
-        """Sample responses.
-
-        Args:
-            prompts: `prompt_ids` (rows); `prompt_id` is the row's number where absent.
-            min_version: refuse to sample with older weights.
-
-        Returns:
-            rows x sampling.num_samples, prompt-major, columns as in core.protocols.
-        """
-        rollout = self._rollout()
-        if prompts.get("prompt_id", None) is None:
-            rows = self.shard.row_numbers() if self.shard else range(num_rows(prompts))
-            prompts["prompt_id"] = torch.tensor(rows, dtype=torch.int64)
-        sequences = rollout.generate(prompts, sampling, min_version=min_version)
-        missing = sorted(GENERATED - set(sequences.keys()))
-        if missing:
-            backend = self.config.rollout.backend if self.config.rollout else "?"
-            raise Refused(
-                f"the rollout {backend!r} answered without columns of the contract: {', '.join(missing)}",
-                have=sorted(sequences.keys()),
-                mend="see the table of columns in core/protocols.py",
-            )
-        if self.config.rollout is not None and self.config.rollout.release_after_generate:
-            rollout.release(["weights", "kv_cache"])
-        return sequences
 
     @register(on_mesh("actor"))
     def compute_log_prob(self, batch: TensorDict) -> TensorDict | None:
@@ -189,7 +130,7 @@ class ActorRolloutRefWorker(Worker):
         Order of memory: the rollout's weights come back, the transfer, the trainer's copy goes if it is offloaded, the
         KV cache comes back. When the transfer fails midway the rollout has no valid weights until the next update.
         """
-        actor, rollout = self._actor(), self._rollout()
+        actor, rollout = self._actor(), self.receiving_rollout()
         bucket_bytes = (self.config.rollout.bucket_mb if self.config.rollout else 256) << 20
         rollout.resume(["weights"])
         with actor.engine.eval_mode():
@@ -227,6 +168,8 @@ class ActorRolloutRefWorker(Worker):
         self._actor().export_model(path)
 
     def shutdown(self) -> None:
+        self._close_receiving()
+        self._close_sending()
         for part in (self.rollout, self.actor, self.ref):
             if part is not None:
                 part.shutdown()
@@ -236,10 +179,16 @@ class ActorRolloutRefWorker(Worker):
             raise self._lacks("actor")
         return self.actor
 
-    def _rollout(self) -> Rollout:
+    def receiving_rollout(self) -> Rollout:
         if self.rollout is None:
             raise self._lacks("rollout")
         return self.rollout
+
+    def sent_engine(self) -> Engine:
+        return self._actor().engine
+
+    def sending_device(self) -> str:
+        return choose_device(self._actor().config.device).type
 
     def _lacks(self, part: str) -> Refused:
         role = self.config.role

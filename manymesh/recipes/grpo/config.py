@@ -17,7 +17,8 @@ from core.registry import EngineRegistry
 from manymesh.recipes.grpo.data import DataConfig
 from manymesh.recipes.grpo.loss import PolicyLoss
 from manymesh.recipes.grpo.reward import RewardConfig
-from manymesh.workers.actor_rollout_ref import ActorRolloutRefConfig, Role, RolloutWorkerConfig
+from manymesh.workers.actor_rollout_ref import ActorRolloutRefConfig, Role
+from manymesh.workers.rollout import RolloutWorkerConfig
 from manymesh.workers.training import TrainingWorkerConfig
 
 

@@ -71,7 +71,7 @@ def units(specs: Sequence[WeightSpec]) -> list[range]:
     last = {spec.together: number for number, spec in enumerate(specs) if spec.together is not None}
     made, start, end = [], 0, 0
     for number, spec in enumerate(specs):
-        end = max(end, last.get(spec.together, number))
+        end = max(end, number if spec.together is None else last[spec.together])
         if number == end:
             made.append(range(start, number + 1))
             start = end = number + 1

@@ -62,6 +62,7 @@ class HfRollout:
         self._update: WeightUpdate | None = None
         self._dropped: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._version: int | None = None
+        self._whole: int | None = None  # while an update is under way: the version that is still whole
 
     @property
     def mesh(self) -> RankMesh:
@@ -242,8 +243,10 @@ class HfRollout:
                 "the rollout's weights are released, so there is nothing to load into",
                 mend="resume(['weights']) before the update",
             )
-        self._update = WeightUpdate(table, specs, version)
-        self._version = None
+        update = WeightUpdate(table, specs, version)
+        if self._update is None:
+            self._whole = self._version
+        self._update, self._version = update, None
 
     def load_bucket(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Copy tensors into the model; they may be reused after return.
@@ -252,7 +255,8 @@ class HfRollout:
             Refused: no update was begun; a tensor was not announced, came before or has another shape. Nothing of the
                 bucket is copied then.
         """
-        self._under_way().load(bucket)
+        update, self._whole = self._under_way(), None
+        update.load(bucket)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -263,8 +267,9 @@ class HfRollout:
         self._update, self._version = None, update.version
 
     def abort_weight_update(self) -> None:
-        """Forget the update. Weights are written in place, so weight_version stays None if one was under way."""
-        self._update = None
+        """Forget the update. Weights are written in place: if a bucket has come, weight_version stays None."""
+        if self._update is not None:
+            self._update, self._version = None, self._whole
 
     def _under_way(self) -> WeightUpdate:
         if self._update is None:

@@ -215,6 +215,18 @@ def test_an_aborted_update_leaves_no_version_and_the_next_one_is_whole(
     assert same(rows(rollout), rows(ready(checkpoints(seed=2))))
 
 
+def test_an_update_that_is_aborted_before_a_bucket_came_leaves_the_old_weights_whole(
+    checkpoints: Checkpoints, rows: Rows
+) -> None:
+    rollout, weights = ready(checkpoints(seed=1)), saved(checkpoints(seed=2))
+    for number in (1, 2):  # one that nobody finished too
+        rollout.begin_weight_update(specs(weights), number)
+    assert version(rollout) is None
+    rollout.abort_weight_update()
+    assert version(rollout) == 0
+    assert same(rows(rollout), rows(ready(checkpoints(seed=1))))
+
+
 def test_a_bad_bucket_is_refused_as_a_whole(checkpoints: Checkpoints, rows: Rows) -> None:
     rollout, weights = ready(checkpoints(seed=1)), saved(checkpoints(seed=2))
     rollout.begin_weight_update(specs(weights), 1)

@@ -1,0 +1,129 @@
+"""RolloutWorker: a rollout in a pool of its own, and what it has in common with workers that hold more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from tensordict import TensorDict
+
+from core.batch import num_rows
+from core.config import structure
+from core.device import choose_device
+from core.dispatch import on_mesh, register
+from core.errors import Refused
+from core.protocols import MemoryTag, Rollout, SamplingParams
+from core.registry import EngineRegistry
+from manymesh.workers.agreed import AGREED
+from manymesh.workers.transfer.link import ReceivesWeights
+
+# What a rollout answers; the table in core/protocols.py says more.
+GENERATED = frozenset(
+    {"input_ids", "response_mask", "rollout_log_probs", "prompt_id", "weight_version", "finish_reason", "row_weight"}
+)
+
+
+@attrs.frozen
+class RolloutWorkerConfig:
+    """A rollout backend.
+
+    Attributes:
+        backend: name in the registry.
+        engine: the backend's options, structured into its manifest's class.
+        bucket_mb: weights of the same process are handed over in loads of about this size, MiB.
+        release_after_generate: give the rollout's memory back after each generate; new weights refill it.
+        device: torch device type; None for what the machine has.
+    """
+
+    backend: str = "hf"
+    engine: Mapping[str, Any] = attrs.field(factory=dict)
+    bucket_mb: int = 256
+    release_after_generate: bool = False
+    device: str | None = None
+
+
+class GeneratingWorker(ReceivesWeights):
+    """A worker that holds a rollout, with mesh "rollout"."""
+
+    rollout: Rollout | None = None
+    rollout_config: RolloutWorkerConfig | None = None
+
+    def build_rollout(self, config: RolloutWorkerConfig) -> None:
+        rollout: Rollout = EngineRegistry.new(None, config.backend, config.engine, config.device, kind="rollout")
+        self.rollout, self.rollout_config = rollout, config
+        self.add_mesh("rollout", rollout.mesh)
+        rollout.initialize()
+
+    def receiving_rollout(self) -> Rollout:
+        """The rollout. Raises Refused where the worker has none."""
+        if self.rollout is None:
+            raise Refused("the worker has no rollout yet", mend="call init_model first")
+        return self.rollout
+
+    @register(on_mesh("rollout"), rows_per_input=lambda prompts, sampling, min_version: sampling.num_samples)
+    def generate_sequences(
+        self, prompts: TensorDict, sampling: SamplingParams, min_version: int | None = None
+    ) -> TensorDict:
+        """Sample responses.
+
+        Args:
+            prompts: `prompt_ids` (rows); `prompt_id` is the row's number where absent.
+            min_version: refuse to sample with older weights.
+
+        Returns:
+            rows x sampling.num_samples, prompt-major, columns as in core.protocols.
+        """
+        rollout = self.receiving_rollout()
+        if prompts.get("prompt_id", None) is None:
+            rows = self.shard.row_numbers() if self.shard else range(num_rows(prompts))
+            prompts["prompt_id"] = torch.tensor(rows, dtype=torch.int64)
+        sequences = rollout.generate(prompts, sampling, min_version=min_version)
+        missing = sorted(GENERATED - set(sequences.keys()))
+        if missing:
+            backend = self.rollout_config.backend if self.rollout_config else "?"
+            raise Refused(
+                f"the rollout {backend!r} answered without columns of the contract: {', '.join(missing)}",
+                have=sorted(sequences.keys()),
+                mend="see the table of columns in core/protocols.py",
+            )
+        if self.rollout_config is not None and self.rollout_config.release_after_generate:
+            rollout.release(["weights", "kv_cache"])
+        return sequences
+
+    @register()
+    def release_rollout(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
+        """Give memory back; without weights it generates again only after new ones have come."""
+        self.receiving_rollout().release(tags)
+
+    @register()
+    def resume_rollout(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
+        """Take memory again."""
+        self.receiving_rollout().resume(tags)
+
+    @register(AGREED)
+    def receiving_device(self) -> str:
+        """Type of the device that the rollout has its weights on."""
+        self.receiving_rollout()
+        return choose_device(self.rollout_config.device if self.rollout_config else None).type
+
+
+class RolloutWorker(GeneratingWorker):
+    """A rollout alone on its ranks. Its weights come from another group: see WeightSync."""
+
+    def __init__(self, config: RolloutWorkerConfig | Mapping[str, Any]) -> None:
+        self.config = structure(RolloutWorkerConfig, config, "rollout worker")
+
+    @register()
+    def init_model(self) -> None:
+        """Build the rollout, with the weights of its model directory as version 0."""
+        if self.meshes:
+            raise Refused("the worker already has its rollout", have=sorted(self.meshes), mend="call init_model once")
+        self.init_process_group()  # before the rollout's library opens a world of its own
+        self.build_rollout(self.config)
+
+    def shutdown(self) -> None:
+        self._close_receiving()
+        if self.rollout is not None:
+            self.rollout.shutdown()

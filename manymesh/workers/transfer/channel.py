@@ -1,0 +1,163 @@
+"""What the ends of a transfer tell each other beside the weights: a key-value store that the sender serves.
+
+It carries short strings and digests, no pickles. Nothing here waits without a deadline, and whoever waits hears it when
+somebody has stopped the round.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from core.errors import DeadlineExceeded, ManymeshError
+
+Address = tuple[str, int]
+COMMIT = "commit"
+_FIRST_POLL_S, _LAST_POLL_S = 0.0002, 0.02
+_LOOK_S = 0.05  # how often somebody who waits looks whether the round was stopped
+
+
+class Stopped(ManymeshError):
+    """Somebody has stopped the round; the message is theirs."""
+
+
+class Channel:
+    """One process's connection to the store.
+
+    Args:
+        timeout_s: deadline of each wait for another process.
+    """
+
+    def __init__(self, store: Any, address: Address, timeout_s: float) -> None:
+        self.store, self.address, self.timeout_s = store, address, timeout_s
+
+    @classmethod
+    def serve(cls, host: str, timeout_s: float) -> Channel:
+        """Open the store on an address of this machine, at a port of the system's choice."""
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener.bind((host, 0))
+        listener.listen(1024)
+        address = (host, int(listener.getsockname()[1]))
+        return cls(_store(address, timeout_s, is_master=True, master_listen_fd=listener.detach()), address, timeout_s)
+
+    @classmethod
+    def join(cls, address: Address, timeout_s: float) -> Channel:
+        """Connect to a store. Raises DeadlineExceeded when nobody answers."""
+        try:
+            return cls(_store(address, timeout_s), address, timeout_s)
+        except Exception as error:
+            raise DeadlineExceeded(
+                "the sender of the weights does not answer",
+                have=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                where=f"{address[0]}:{address[1]}",
+                mend="see whether the sending group runs, and whether this node can reach that address",
+            ) from error
+
+    def round(self, name: str) -> Round:
+        return Round(self, name)
+
+
+def _store(address: Address, timeout_s: float, **more: Any) -> Any:
+    more = {"is_master": False, **more}
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(address[0], address[1], None, wait_for_workers=False, timeout=timeout, **more)
+
+
+class Round:
+    """The keys of one sync, or of one connect. Its verdict is decided once: to commit, or to stop and why."""
+
+    def __init__(self, channel: Channel, name: str) -> None:
+        self.store, self.name, self._timeout_s = channel.store, name, channel.timeout_s
+        self._known = {"verdict"}
+
+    @property
+    def timeout_s(self) -> float:
+        return self._timeout_s
+
+    def put(self, key: str, value: str | bytes = b"1") -> None:
+        self._known.add(key)
+        self.store.set(self._key(key), value)
+
+    def get(self, key: str, what: str) -> bytes:
+        """Wait for a key's value.
+
+        Raises:
+            Stopped: the round was stopped. What was there before is still given.
+            DeadlineExceeded: naming `what` was waited for.
+        """
+        name = self._key(key)
+        self._known.add(key)
+        self.wait_until(lambda: bool(self.store.check([name])), what)
+        return bytes(self.store.get(name))
+
+    def count_in(self, key: str, of: int) -> bool:
+        """Be counted; true for the last of `of` ends."""
+        last = int(self.store.add(self._key(key), 1)) == of
+        if last:
+            self.put(f"{key}.all")
+        return last
+
+    def all_counted(self, key: str, what: str) -> None:
+        """Wait until all have been counted in."""
+        self._known.add(key)
+        self.get(f"{key}.all", what)
+
+    def decide(self, verdict: str) -> str:
+        """Give this verdict if there is none yet; gives the one that counts."""
+        return bytes(self.store.compare_set(self._key("verdict"), "", verdict)).decode()
+
+    def stop(self, why: str) -> str:
+        """The verdict that counts: this one, or an earlier one."""
+        return self.decide(f"stop {why}")
+
+    def verdict(self, what: str) -> None:
+        """Wait for the verdict to commit. At the deadline the round is stopped, so that nobody commits alone.
+
+        Raises:
+            Stopped: it is another one.
+        """
+        try:
+            found = self.get("verdict", what).decode()
+        except DeadlineExceeded as error:
+            found = self.stop(str(error))
+        if found != COMMIT:
+            raise Stopped(found.removeprefix("stop "))
+
+    def check(self) -> None:
+        """Raises Stopped when the round was stopped."""
+        name = self._key("verdict")
+        if self.store.check([name]) and (found := bytes(self.store.get(name)).decode()) != COMMIT:
+            raise Stopped(found.removeprefix("stop "))
+
+    def wait_until(self, done: Callable[[], bool], what: str, pause: Callable[[float], None] = time.sleep) -> None:
+        """Poll, ever more slowly: a wait is longer than it must be by a fifth at most, or by 20 ms.
+
+        The store's own blocking wait is of no use: it cannot hear of a stop, and holds the connection for all threads.
+
+        Args:
+            pause: waits for so many seconds, or less.
+        """
+        start = now = time.monotonic()
+        looked, step = start, _FIRST_POLL_S
+        while not done():
+            pause(step)
+            now = time.monotonic()
+            step = min(max(step, (now - start) / 5), _LAST_POLL_S)
+            if now - looked > _LOOK_S:
+                self.check()
+                looked = now
+            if now - start > self._timeout_s:
+                raise DeadlineExceeded(f"waited {self._timeout_s:g} s for {what}")
+
+    def forget(self) -> None:
+        """Delete the round's keys, as far as this end has heard of them: for the sender, once all are done."""
+        for key in self._known:
+            self.store.delete_key(self._key(key))
+
+    def _key(self, key: str) -> str:
+        return f"{self.name}/{key}"

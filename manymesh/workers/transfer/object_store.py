@@ -1,0 +1,93 @@
+"""Buckets through Ray's object store: one put on the sending node, and a copy on each receiving node."""
+
+from __future__ import annotations
+
+import uuid
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayError
+
+from core.errors import Refused
+from core.protocols import TransferRound
+from manymesh.workers.transfer.config import ObjectStoreConfig
+
+
+class Shelf:
+    """Where references to the buckets lie until all have loaded them. An actor: references travel between processes
+    by Ray's own calls only, or Ray would keep their objects for ever."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[Any]] = {}
+
+    def put(self, number: int, reference: list[Any]) -> None:
+        self._held[number] = reference
+
+    def get(self, number: int) -> list[Any]:
+        return self._held[number]
+
+    def drop(self, number: int) -> None:
+        self._held.pop(number, None)
+
+
+class ObjectStoreTransfer:
+    """A bucket's pieces go into shared memory as they are, in one copy; receivers on the node read them there."""
+
+    def __init__(self, config: ObjectStoreConfig, device: str | None = None) -> None:
+        if not ray.is_initialized():
+            raise Refused("the transfer 'object_store' needs Ray", mend="put the groups on Ray, or choose another kind")
+        self._shelf: Any = None
+        self._mine = False
+
+    def connect(self, round_: TransferRound, index: int, num_receivers: int, host: str) -> None:
+        if index == 0:
+            name = f"weights-{uuid.uuid4().hex}"
+            # Beside the sender, as the objects are, and gone with it.
+            self._shelf, self._mine = ray.remote(Shelf).options(name=name, num_cpus=0).remote(), True
+            _get(self._shelf.drop.remote(-1), round_, "the actor that holds references to start")
+            round_.put("shelf", name)
+        else:
+            self._shelf = ray.get_actor(round_.get("shelf", "the sender's shelf").decode())
+
+    def send(self, round_: TransferRound, number: int, pieces: Sequence[torch.Tensor]) -> None:
+        reference = ray.put([piece.cpu().numpy() for piece in pieces])
+        _get(self._shelf.put.remote(number, [reference]), round_, "the shelf")
+        round_.put(f"put.{number}")
+
+    def receive(self, round_: TransferRound, number: int, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+        round_.get(f"put.{number}", f"the sender's bucket {number}")
+        (reference,) = _get(self._shelf.get.remote(number), round_, "the shelf")
+        return [_tensor(array) for array in _get(reference, round_, f"bucket {number}")]
+
+    def free(self, number: int) -> None:
+        self._shelf.drop.remote(number)
+
+    def close(self) -> None:
+        shelf, self._shelf = self._shelf, None
+        if self._mine and shelf is not None:
+            with suppress(RayError):
+                ray.kill(shelf)
+        self._mine = False
+
+
+def _get(reference: Any, round_: TransferRound, what: str) -> Any:
+    """ray.get that hears of a stop."""
+    found: list[Any] = []
+
+    def pause(seconds: float) -> None:
+        with suppress(GetTimeoutError):
+            found.append(ray.get(reference, timeout=max(seconds, 0.01)))
+
+    round_.wait_until(lambda: bool(found), what, pause)
+    return found[0]
+
+
+def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of memory that must not be written to: it is only read
+        return torch.from_numpy(array)
