@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.engine import LocalEngine
 from manymesh_vllm.memory import SleepingMemory
 from manymesh_vllm.plan import TP, plan
-from manymesh_vllm.weights import WeightUpdate, expected_tensors
+from manymesh_vllm.weights import WeightUpdate, check_directory, expected_tensors
 from sdk.parts.agreement import agree
 from sdk.parts.rollout_checks import (
     check_stop_strings,
@@ -37,6 +37,8 @@ from sdk.parts.rollout_checks import (
 from sdk.parts.rollout_rows import Prompts, Responses
 from sdk.parts.row_seeds import row_keys
 from sdk.parts.weights import check_specs
+
+T = TypeVar("T")
 
 
 class VllmRollout:
@@ -97,15 +99,8 @@ class VllmRollout:
         Raises:
             Refused: no checkpoint is there, tensor_parallel doesn't cut it, or vLLM doesn't take it.
         """
-        try:
-            facts = ModelFacts.read(self._config.model)
-            plan(self._config, self._mesh.layout.world_size, facts)
-            self._agree(None)
-        except Refused as error:
-            self._agree(error)
-            raise
+        facts, self._expected = self._agreed(self._look)
         self._eos = eos_ids(facts.path)
-        self._expected = expected_tensors(facts.path)
         try:
             self._has_tokenizer = load_tokenizer(facts.path) is not None
         except Refused:
@@ -115,9 +110,33 @@ class VllmRollout:
         self._memory = SleepingMemory(self._engine.llm, can_sleep=can_sleep)
         self._update, self._version = None, 0
 
-    def _agree(self, error: Refused | None) -> None:
+    def _look(self) -> tuple[ModelFacts, dict[str, torch.Tensor]]:
+        """What the directory holds, and that it can be cut."""
+        facts = ModelFacts.read(self._config.model)
+        plan(self._config, self._mesh.layout.world_size, facts)
+        try:
+            expected = expected_tensors(facts.path)
+        except ValueError as error:
+            raise Refused(
+                f"transformers knows no causal language model in {facts.path!r}",
+                have=str(error),
+                where=f"model type {facts.model_type!r}",
+            ) from error
+        check_directory(facts.path, expected)
+        return facts, expected
+
+    def _agreed(self, function: Callable[[], T]) -> T:
+        """The function's value here; all ranks refuse where one does, before any of them waits for the others."""
+        refused: Refused | None = None
+        try:
+            value = function()
+        except Refused as error:
+            refused = error
         if self._mesh.groups is not None:
-            agree(self._mesh.group("dp", TP), error)
+            agree(self._mesh.group("dp", TP), refused)
+        if refused is not None:
+            raise refused
+        return value
 
     def generate(self, prompts: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
         """See `core.protocols.Rollout.generate`. Columns come back on the device of prompt_ids.
@@ -171,18 +190,19 @@ class VllmRollout:
     def _randomness(
         self, sampling: SamplingParams, prompts: Prompts, sample: torch.Tensor
     ) -> tuple[list[int] | None, AbstractContextManager[Any]]:
-        """Seeds by row, and where rows without seeds draw from: not from the trainer's generator, nor it from ours."""
+        """Seeds by row, and a generator for the rest: vLLM draws from the process's in either case, as trainers do."""
         if not sampling.temperature:
             return None, nullcontext()
+        fresh = [int.from_bytes(os.urandom(8))]
+        randomness = _own_generator(fresh[0], self._device)
         seed = sampling.seed
+        if seed is None and self._mesh.layout.size(TP) == 1:
+            return None, randomness  # one generator for all rows is faster
         if seed is None:
-            fresh = [int.from_bytes(os.urandom(8))]
-            if self._mesh.layout.size(TP) == 1:  # one generator for all rows is faster
-                return None, _own_generator(fresh[0], self._device)
             dist.broadcast_object_list(fresh, group=self._mesh.group(TP), group_src=0)
-            seed = fresh[0]
+            [seed] = fresh
         keys = row_keys(seed, prompts.prompt_id.cpu(), sample)
-        return (keys >> 1).tolist(), nullcontext()  # vLLM wants them in an int64
+        return (keys >> 1).tolist(), randomness  # vLLM wants them in an int64
 
     def _state(self) -> str:
         if self._memory is None:
@@ -276,9 +296,9 @@ class VllmRollout:
         self._engine = self._memory = self._update = self._version = None
 
 
-def _own_generator(seed: int, device: torch.device) -> AbstractContextManager[Any]:
+@contextmanager
+def _own_generator(seed: int, device: torch.device) -> Iterator[None]:
     """The process's generators start at `seed` inside, and go on outside as if nothing had been drawn."""
-    stack = ExitStack()
-    stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-    torch.manual_seed(seed)
-    return stack
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

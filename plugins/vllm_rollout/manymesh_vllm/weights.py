@@ -8,14 +8,17 @@ one of its own layers is whole, makes the layer anew and copies it over the live
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from core.errors import ManymeshError
+from core.errors import ManymeshError, Refused
 from core.protocols import WeightSpec
 from sdk.parts.saved_form import saved_form
 from sdk.parts.weights import Announced, some
@@ -29,11 +32,29 @@ def expected_tensors(model: str) -> dict[str, torch.Tensor]:
     vLLM's own names are those of its fused parameters, and no list of what it would take; so the model is asked of
     transformers, which makes it without memory.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     config = AutoConfig.from_pretrained(model, local_files_only=True)
     with torch.device("meta"):
         return saved_form(AutoModelForCausalLM.from_config(config))[1]
+
+
+def check_directory(model: str, expected: Mapping[str, torch.Tensor]) -> None:
+    """See that a checkpoint's safetensors have what the model needs: what they lack vLLM leaves to chance.
+
+    Raises:
+        Refused: most names are there, some are not. Where nearly none is, the checkpoint has another way of naming,
+            which vLLM may know.
+    """
+    names: set[str] = set()
+    for file in sorted(Path(model).glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            names |= set(opened.keys())
+    missing = [name for name in expected if name not in names]
+    if 0 < len(missing) < len(expected) / 2:
+        raise Refused(
+            f"the checkpoint {model!r} lacks {len(missing)} of the model's weights",
+            have=f"missing {some(missing)}",
+            want="a whole checkpoint, as save_pretrained writes it",
+        )
 
 
 class WeightUpdate:
@@ -50,9 +71,13 @@ class WeightUpdate:
         self._announced = Announced(specs, expected)
         self.version = version
         self._worker, self._model = worker, worker.model_runner.get_model()
+        # Before the reload, which takes tied parameters apart.
+        self._unfilled: set[str] | None = {name for name, _ in self._model.named_parameters()}
         with self._in_vllm():
             initialize_layerwise_reload(self._model)
-        self._unfilled: set[str] | None = {name for name, _ in self._model.named_parameters()}
+        self._on_cpu = worker.device.type == "cpu"
+        if self._on_cpu:
+            self._forget_experts_kernels()
 
     def _in_vllm(self) -> Any:
         return set_current_vllm_config(self._worker.vllm_config)
@@ -102,8 +127,24 @@ class WeightUpdate:
                 where=type(self._model).__name__,
                 mend="use another rollout for this model",
             )
+        infos = [(layer, get_layerwise_info(layer)) for layer in self._model.modules()]
+        tied = [layer for layer, info in infos if info.can_load() and info.load_numel_total and not info.load_numel]
         with self._in_vllm():
             finalize_layerwise_reload(self._model, self._worker.model_config)
+        if self._on_cpu:
+            self._pack_again(tied)
+
+    def _forget_experts_kernels(self) -> None:
+        """On CPU vLLM packs experts when it builds their kernel, and where it has one leaves them unpacked."""
+        for layer in self._model.modules():
+            if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
+                layer.quant_method.moe_kernel = None
+
+    def _pack_again(self, tied: Sequence[torch.nn.Module]) -> None:
+        """On CPU a layer that shares its weights with another has a packed copy of its own, which no reload renews."""
+        for layer in tied:
+            if (method := getattr(layer, "quant_method", None)) is not None:
+                method.process_weights_after_loading(layer)
 
     def abort(self) -> None:
         """Give every layer that is not whole its old tensors back. Layers that were whole have the new ones."""

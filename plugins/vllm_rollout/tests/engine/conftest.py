@@ -51,15 +51,21 @@ def model_dir(checkpoints: Callable[..., str]) -> str:
     return directory
 
 
-def make_ready(directory: str, **options: Any) -> VllmRollout:
-    small = {"max_model_len": 256, "max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_cache_mb": 64}
-    rollout = VllmRollout(VllmRolloutConfig(directory, **(small | options)), device="cpu")
-    rollout.initialize()
-    return rollout
+@pytest.fixture(scope="session")
+def make_ready() -> Ready:
+    """`make_ready(directory, **options)`: an initialized rollout, to be shut down by whom it was made for."""
+
+    def make(directory: str, **options: Any) -> VllmRollout:
+        small = {"max_model_len": 256, "max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_cache_mb": 64}
+        rollout = VllmRollout(VllmRolloutConfig(directory, **(small | options)), device="cpu")
+        rollout.initialize()
+        return rollout
+
+    return make
 
 
 @pytest.fixture(scope="session")
-def rollout(model_dir: str) -> Iterator[VllmRollout]:
+def rollout(make_ready: Ready, model_dir: str) -> Iterator[VllmRollout]:
     """One rollout for all tests that only generate."""
     ready = make_ready(model_dir)
     yield ready
@@ -67,7 +73,7 @@ def rollout(model_dir: str) -> Iterator[VllmRollout]:
 
 
 @pytest.fixture
-def ready() -> Iterator[Ready]:
+def ready(make_ready: Ready) -> Iterator[Ready]:
     """`ready(directory, **options)`: a rollout of the test's own."""
     made: list[VllmRollout] = []
 

@@ -81,7 +81,10 @@ def test_one_kv_head_may_be_held_by_several_ranks() -> None:
         ({"kv_cache_mb": 0}, "kv_cache_mb"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"max_model_len": 512, "max_num_batched_tokens": 256}, "at least 512"),
-        ({"vllm": {"max_num_seqs": 3, "quantization": "fp8", "logprobs_mode": "raw_logits"}}, "max_num_seqs by the opt"),
+        (
+            {"vllm": {"max_num_seqs": 3, "quantization": "fp8", "logprobs_mode": "raw_logits"}},
+            "max_num_seqs by the opt",
+        ),
         ({"vllm": {"logprobs_mode": "raw_logits"}}, "logprobs_mode by the rollout"),
     ],
 )
