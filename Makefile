@@ -2,16 +2,18 @@
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.built
-PROJECTS := . plugins/fsdp plugins/hf_rollout plugins/megatron
+PROJECTS := . plugins/fsdp plugins/hf_rollout plugins/megatron plugins/vllm_rollout
 SEED ?= 0
 
-.PHONY: help env demo smollm2 test test-slow test-megatron-newest lint format types bench wheels clean
+.PHONY: help env demo smollm2 test test-slow test-vllm test-megatron-newest lint format types bench wheels clean
 .DEFAULT_GOAL := help
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-$(STAMP): pyproject.toml plugins/fsdp/pyproject.toml plugins/hf_rollout/pyproject.toml plugins/megatron/pyproject.toml requirements/dev.txt scripts/environment.sh
+BUILT_FROM := pyproject.toml $(wildcard plugins/*/pyproject.toml) requirements/dev.txt scripts/environment.sh
+
+$(STAMP): $(BUILT_FROM)
 	@echo "Building the environment in $(VENV) (once; some minutes with pip) ..."
 	@bash scripts/environment.sh $(VENV)
 	@touch $@
@@ -26,6 +28,16 @@ test: $(STAMP) ## the base suite
 
 test-slow: $(STAMP) ## what takes minutes: wheels in a fresh environment, all seeds of the demo, long runs
 	$(PY) -m pytest -m slow
+
+VLLM := .venv-vllm
+$(VLLM)/.built: $(BUILT_FROM) requirements/vllm.txt
+	bash scripts/environment.sh $(VLLM) -r requirements/vllm.txt
+	@# Built for CUDA, where vLLM and torch are the builds for CPU; text models need none of them.
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(VLLM)/.built ## the vLLM rollout's tests with real vLLM on CPU, in an environment of their own (gigabytes)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest plugins/vllm_rollout/tests
 
 NEWEST := .venv-megatron-newest
 test-megatron-newest: $(STAMP) ## the Megatron engine's tests on the newest megatron-core, which needs Python 3.12 (gigabytes)
@@ -42,7 +54,7 @@ format: $(STAMP) ## let ruff mend what it can
 	$(PY) -m ruff format .
 
 types: $(STAMP) ## mypy, strict
-	$(PY) -m mypy core manymesh sdk plugins/fsdp/manymesh_fsdp plugins/hf_rollout/manymesh_hf plugins/megatron/manymesh_megatron benchmarks tests examples
+	$(PY) -m mypy core manymesh sdk plugins/fsdp/manymesh_fsdp plugins/hf_rollout/manymesh_hf plugins/megatron/manymesh_megatron plugins/vllm_rollout/manymesh_vllm benchmarks tests examples
 
 bench: $(STAMP) ## the benchmarks, each against a floor in the same run
 	$(PY) -m benchmarks.listing
@@ -61,5 +73,5 @@ wheels: $(STAMP) ## all distributions, into dist/
 	@ls dist
 
 clean: ## remove the environment and everything made
-	rm -rf $(VENV) $(NEWEST) dist build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(NEWEST) dist build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -41,7 +41,7 @@ def run(command: list[str], where: Path) -> str:
 @pytest.mark.timeout(1800)
 def test_wheels_install_in_a_fresh_environment_list_their_engines_and_train(tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
-    for project in (".", "plugins/fsdp", "plugins/hf_rollout", "plugins/megatron"):
+    for project in (".", "plugins/fsdp", "plugins/hf_rollout", "plugins/megatron", "plugins/vllm_rollout"):
         build = ["-m", "build", "--quiet", "--wheel", "--outdir", str(wheels), str(ROOT / project)]
         run([sys.executable, *build], ROOT)
     assert sorted(wheel.name.partition("-")[0] for wheel in wheels.iterdir()) == [
@@ -49,13 +49,15 @@ def test_wheels_install_in_a_fresh_environment_list_their_engines_and_train(tmp_
         "manymesh_fsdp",
         "manymesh_hf",
         "manymesh_megatron",
+        "manymesh_vllm",
     ]
     run([sys.executable, "-m", "venv", "env"], tmp_path)
     python = str(tmp_path / "env/bin/python")
     torch = next(line for line in (ROOT / "requirements/dev.txt").read_text().splitlines() if line.startswith("torch"))
     run([python, "-m", "pip", "install", "--quiet", torch], tmp_path)
     run(
-        [python, "-m", "pip", "install", "--quiet", "--find-links", str(wheels), "manymesh[fsdp,hf,megatron]"], tmp_path
+        [python, "-m", "pip", "install", "--quiet", "--find-links", str(wheels), "manymesh[fsdp,hf,megatron,vllm]"],
+        tmp_path,
     )
 
     listed = json.loads(run([python, "-m", "core.list_engines", "--json"], tmp_path))
@@ -63,6 +65,7 @@ def test_wheels_install_in_a_fresh_environment_list_their_engines_and_train(tmp_
         ("fsdp", "ok"),
         ("hf", "ok"),
         ("megatron", "ok"),
+        ("vllm", "missing-dependency"),
     ]
     assert not run([python, "-c", "import core; print(core.__file__)"], tmp_path).startswith(str(ROOT))
 
