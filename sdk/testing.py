@@ -110,6 +110,35 @@ class RankPool:
         self.close()
 
 
+class Worlds:
+    """Pools by size, each started when it is first asked for: `worlds(4, function, *args)`. One a session is enough.
+
+    Args:
+        alone_here: run functions for one rank in this process, which must have a world of one.
+    """
+
+    def __init__(self, *, alone_here: bool = False) -> None:
+        self._alone_here = alone_here
+        self._pools: dict[int, RankPool] = {}
+
+    def __call__(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """The results of function(rank, world_size, *args, **kwargs) by rank. Raises as RankPool.run; the next call
+        gets new ranks then."""
+        if world_size == 1 and self._alone_here:
+            return [function(0, 1, *args, **kwargs)]
+        if world_size not in self._pools:
+            self._pools[world_size] = RankPool(world_size)
+        try:
+            return self._pools[world_size].run(function, *args, **kwargs)
+        except RuntimeError:
+            self._pools.pop(world_size).close()
+            raise
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
 def _importable(name: str) -> bool:
     """Whether the ranks' processes find the module by name; test modules often cannot be imported."""
     try:

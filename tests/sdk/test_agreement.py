@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 
 from core.errors import Refused
 from sdk.parts.agreement import agree, on_first_rank
+from sdk.testing import Worlds
 
 
-def test_the_first_ranks_answer_or_refusal_is_everybodys_and_no_other_rank_runs(on) -> None:
+def test_the_first_ranks_answer_or_refusal_is_everybodys_and_no_other_rank_runs(on: Worlds) -> None:
     def job(rank: int, world_size: int) -> tuple[int, str]:
         def refuse() -> None:
             raise Refused("no", have=rank)
@@ -22,11 +25,12 @@ def test_the_first_ranks_answer_or_refusal_is_everybodys_and_no_other_rank_runs(
     assert on(2, job) == [(10, "no\n  have: 0")] * 2
 
 
-def test_the_error_of_the_lowest_rank_that_has_one_is_raised_on_all(on) -> None:
+def test_the_error_of_the_lowest_rank_that_has_one_is_raised_on_all(on: Worlds) -> None:
     def job(rank: int, world_size: int) -> int:
         agree(dist.group.WORLD, None)
         with pytest.raises(Refused) as refusal:
             agree(dist.group.WORLD, Refused("full", have=rank) if rank > 0 else None)
-        return int(refusal.value.have)
+        have: Any = refusal.value.have
+        return int(have)
 
     assert on(4, job) == [1, 1, 1, 1]

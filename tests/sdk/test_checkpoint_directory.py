@@ -15,6 +15,7 @@ import torch.distributed as dist
 from core.errors import Refused
 from sdk.parts import checkpoint_directory
 from sdk.parts.checkpoint_directory import MANIFEST, Contents
+from sdk.testing import Worlds
 
 CONTENTS = Contents(
     engine="mine", step=3, schedule_step=2, model_type="tiny", world_size=2, parameters={"w": [2, 3]}, optimizer=True
@@ -39,7 +40,7 @@ def save(rank: int, world_size: int, path: str, contents: Contents = CONTENTS) -
     checkpoint_directory.save(path, contents, files_of(rank), dist.group.WORLD)
 
 
-def test_every_ranks_files_are_listed_with_their_sizes_and_read_back(on, tmp_path) -> None:
+def test_every_ranks_files_are_listed_with_their_sizes_and_read_back(on: Worlds, tmp_path: Path) -> None:
     path = tmp_path / "new" / "a"
     on(2, save, str(path))
     assert [entry.name for entry in path.parent.iterdir()] == ["a"]
@@ -64,7 +65,7 @@ def test_every_ranks_files_are_listed_with_their_sizes_and_read_back(on, tmp_pat
     ids=["OSError", "library", "Refused"],
 )
 def test_where_one_rank_cannot_write_all_refuse_and_the_older_stays(
-    on, tmp_path, failing_rank: int, failure: Exception, message: str
+    on: Worlds, tmp_path: Path, failing_rank: int, failure: Exception, message: str
 ) -> None:
     path = str(tmp_path / "a")
 
@@ -88,7 +89,9 @@ def test_where_one_rank_cannot_write_all_refuse_and_the_older_stays(
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_manifest_that_cannot_be_written_is_refused_on_all_ranks_and_the_older_stays(on, tmp_path) -> None:
+def test_a_manifest_that_cannot_be_written_is_refused_on_all_ranks_and_the_older_stays(
+    on: Worlds, tmp_path: Path
+) -> None:
     path = str(tmp_path / "a")
 
     def job(rank: int, world_size: int) -> int:
@@ -104,7 +107,7 @@ def test_a_manifest_that_cannot_be_written_is_refused_on_all_ranks_and_the_older
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
-def test_until_it_is_finished_a_save_in_steps_leaves_the_older_in_its_place(on, tmp_path) -> None:
+def test_until_it_is_finished_a_save_in_steps_leaves_the_older_in_its_place(on: Worlds, tmp_path: Path) -> None:
     """As a writer does that goes on in the background."""
     path = str(tmp_path / "a")
 
@@ -155,7 +158,7 @@ def spoil(path: Path, how: str) -> None:
     ],
 )
 def test_what_cannot_be_loaded_is_refused_on_all_ranks(
-    on, tmp_path, how: str | None, wanted: dict[str, Any], message: str
+    on: Worlds, tmp_path: Path, how: str | None, wanted: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "a"
     on(2, save, str(path))
@@ -169,7 +172,7 @@ def test_what_cannot_be_loaded_is_refused_on_all_ranks(
     on(2, job)
 
 
-def test_optimizer_state_is_wanted_by_trainers_alone(on, tmp_path) -> None:
+def test_optimizer_state_is_wanted_by_trainers_alone(on: Worlds, tmp_path: Path) -> None:
     without = attrs.evolve(CONTENTS, optimizer=False)
     on(2, save, str(tmp_path / "with"))
     on(2, save, str(tmp_path / "without"), without)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from core.errors import Refused
 from sdk.parts.log_probs import token_outputs, vocab_log_probs
+from sdk.testing import Worlds
 
 CHUNKS = "sdk.parts.log_probs.CHUNK_ELEMENTS"
 
@@ -82,7 +83,7 @@ def sharded(
     [(2, 64, 64, 1.0), (2, 64, 61, 0.7), (4, 64, 61, 0.7), (4, 32, 7, 1.0)],  # 7: two ranks hold padding alone
 )
 def test_a_vocabulary_split_over_ranks_is_as_the_whole_one(
-    on, world_size: int, padded: int, vocab_size: int, temperature: float, dtype: torch.dtype
+    on: Worlds, world_size: int, padded: int, vocab_size: int, temperature: float, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     logits = torch.randn(3, 9, padded).mul(3).to(dtype)
@@ -102,7 +103,7 @@ def test_a_vocabulary_split_over_ranks_is_as_the_whole_one(
 
 
 @pytest.mark.parametrize("case", ["one token", "extreme", "masked", "masked on a whole rank"])
-def test_odd_logits_split_over_ranks(on, case: str) -> None:
+def test_odd_logits_split_over_ranks(on: Worlds, case: str) -> None:
     torch.manual_seed(0)
     logits = torch.randn(2, 5, 8)
     ids = torch.randint(0, 4, (2, 5))
@@ -122,10 +123,11 @@ def test_odd_logits_split_over_ranks(on, case: str) -> None:
     want = by_log_softmax(logits, ids, weight, 0.7)
     split = torch.cat([each for _, each in ranks], -1)
     for made, gradient in ((ranks[0][0], split), (ranks[1][0], split), (one, whole.grad)):
+        assert gradient is not None
         check(made, gradient, want)
 
 
-def test_the_flat_form_shifts_nothing_and_gives_entropy_only_where_asked(on) -> None:
+def test_the_flat_form_shifts_nothing_and_gives_entropy_only_where_asked(on: Worlds) -> None:
     def job(rank: int, world_size: int, logits: torch.Tensor, targets: torch.Tensor) -> Any:
         return vocab_log_probs(logits.chunk(world_size, -1)[rank], targets, group=dist.group.WORLD)
 
@@ -137,7 +139,7 @@ def test_the_flat_form_shifts_nothing_and_gives_entropy_only_where_asked(on) -> 
         assert entropy is None
 
 
-def test_ranks_meet_twice_a_call_however_many_chunks_and_never_in_backward(on) -> None:
+def test_ranks_meet_twice_a_call_however_many_chunks_and_never_in_backward(on: Worlds) -> None:
     def job(rank: int, world_size: int) -> list[tuple[int, ...]]:
         import sdk.parts.log_probs as module
 
@@ -148,19 +150,20 @@ def test_ranks_meet_twice_a_call_however_many_chunks_and_never_in_backward(on) -
             seen.append(tuple(tensor.shape))
             return real(tensor, *args)
 
-        dist.all_reduce, module.CHUNK_ELEMENTS = counted, 8
+        dist_module: Any = dist
+        dist_module.all_reduce, module.CHUNK_ELEMENTS = counted, 8
         try:
             logits = torch.randn(2, 6, 8, requires_grad=True)
             made = token_outputs(logits, torch.zeros(2, 6, dtype=torch.long), entropy=True, group=dist.group.WORLD)
             (made["log_probs"] + made["entropy"]).sum().backward()
         finally:
-            dist.all_reduce, module.CHUNK_ELEMENTS = real, chunk
+            dist_module.all_reduce, module.CHUNK_ELEMENTS = real, chunk
         return seen
 
     assert on(2, job) == [[(12,), (3, 12)]] * 2
 
 
-def test_what_does_not_fit_is_refused_on_every_rank(on) -> None:
+def test_what_does_not_fit_is_refused_on_every_rank(on: Worlds) -> None:
     def job(rank: int, world_size: int) -> None:
         logits, targets, group = torch.zeros(3, 4), torch.zeros(3, dtype=torch.long), dist.group.WORLD
         for wrong in (0, 9):

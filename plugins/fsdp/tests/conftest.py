@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,34 +13,17 @@ import torch
 import torch.distributed as dist
 
 from core.device import join_world
-from sdk.testing import RankPool, tiny_model
+from sdk.testing import Worlds, tiny_model
 
 sys.path.insert(0, str(Path(__file__).parent))  # for fsdp_steps, here and in the ranks that RankPool spawns
 
-On = Callable[..., list[Any]]
-
 
 @pytest.fixture(scope="session")
-def on() -> Iterator[On]:
-    """`on(world_size, function, *args)`: the results of function(rank, world_size, *args) by rank."""
+def on() -> Iterator[Worlds]:
     torch.set_num_threads(1)
     join_world(0, 1, dist.HashStore(), timeout_s=60)
-    pools: list[RankPool] = []
-
-    def run(world_size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        if world_size == 1:
-            return [function(0, 1, *args, **options)]
-        if not pools:
-            pools.append(RankPool(world_size))
-        try:
-            return pools[0].run(function, *args, **options)
-        except RuntimeError:
-            pools.pop().close()  # its ranks are ended; the next test gets new ones
-            raise
-
-    yield run
-    for pool in pools:
-        pool.close()
+    with closing(Worlds(alone_here=True)) as worlds:
+        yield worlds
     dist.destroy_process_group()
 
 
