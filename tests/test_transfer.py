@@ -41,7 +41,7 @@ def trainers(model: str, make: Callable[..., WorkerGroup] = LocalWorkerGroup) ->
     actor = TrainingWorkerConfig(
         engine={"model": model, "optimizer": {"lr": 1e-2}}, loss=LossSpec("manymesh.recipes.grpo.loss:policy_loss")
     )
-    config = ActorRolloutRefConfig(role="actor", actor=actor)  # type: ignore[arg-type]
+    config = ActorRolloutRefConfig(role="actor", actor=actor)
     group = make(RayClassWithInitArgs(ActorRolloutRefWorker, config), name="trainers")
     group.init_model()
     return group
@@ -160,7 +160,8 @@ class Staged:
     """A rollout that keeps its weights until the whole update is there."""
 
     def __init__(self, rollout: Any) -> None:
-        self._rollout, self._update = rollout, (None, 0, [])
+        self._rollout = rollout
+        self._update: tuple[Any, int, list[Any]] = (None, 0, [])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rollout, name)
@@ -295,9 +296,8 @@ def test_bad_requests_are_refused_before_anything_is_opened(groups: Any) -> None
     with pytest.raises(ConfigError, match="bucket_mb"):
         WeightSync(senders, receivers, bucket_mb=0)
     for options, said in (({}, "directory"), ({"directory": "here"}, "absolute")):
-        sync = WeightSync(senders, receivers, kind="disk", options=options)
-        with pytest.raises(Refused, match=said):
-            sync.sync()
+        with pytest.raises(ConfigError, match=said):
+            WeightSync(senders, receivers, kind="disk", options=options)
     with pytest.raises(Refused, match="'object_store' needs Ray"):
         WeightSync(senders, receivers, kind="object_store").sync()
     assert WeightSync(senders, receivers).sync() == worker(senders).weight_version

@@ -20,6 +20,7 @@ from manymesh.recipes.grpo.reward import RewardConfig
 from manymesh.workers.actor_rollout_ref import ActorRolloutRefConfig, Role
 from manymesh.workers.rollout import RolloutWorkerConfig
 from manymesh.workers.training import TrainingWorkerConfig
+from manymesh.workers.transfer.sync import TransferConfig
 
 
 @attrs.frozen
@@ -89,6 +90,8 @@ class GrpoConfig:
     actor: TrainingWorkerConfig = attrs.field(factory=TrainingWorkerConfig)
     ref: TrainingWorkerConfig | None = None  # null: as the actor. Built only with loss.kl_coef
     rollout: RolloutWorkerConfig = attrs.field(factory=RolloutWorkerConfig)
+    rollout_pool: PoolConfig | None = None  # null: the rollout lives in the processes of `pool`
+    transfer: TransferConfig = attrs.field(factory=TransferConfig)  # of weights to rollout_pool
     sampling: SamplingParams = attrs.field(factory=lambda: SamplingParams(num_samples=8))
     algorithm: AlgorithmConfig = attrs.field(factory=AlgorithmConfig)
     loss: PolicyLoss = attrs.field(factory=PolicyLoss)
@@ -125,23 +128,37 @@ class GrpoConfig:
         """Whether a step needs the reference policy."""
         return self.loss.kl_coef > 0
 
+    @property
+    def world_size(self) -> int:
+        """Processes of all pools."""
+        return self.pool.world_size + (self.rollout_pool.world_size if self.rollout_pool else 0)
+
     def worker(self) -> ActorRolloutRefConfig:
-        """What the workers are made from."""
+        """What the workers of `pool` are made from."""
         options = attrs.asdict(self.loss)
         actor = attrs.evolve(self._placed(self.actor), loss=LossSpec("manymesh.recipes.grpo.loss:policy_loss", options))
         ref = self._placed(self.ref or self.actor) if self.uses_ref else None
+        if self.rollout_pool is not None:
+            return ActorRolloutRefConfig(role=Role.ACTOR_REF if ref else Role.ACTOR, actor=actor, ref=ref)
         role = Role.ACTOR_ROLLOUT_REF if ref else Role.ACTOR_ROLLOUT
-        return ActorRolloutRefConfig(role=role, actor=actor, ref=ref, rollout=self._placed(self.rollout))
+        return ActorRolloutRefConfig(role=role, actor=actor, ref=ref, rollout=self.rollout_worker())
+
+    def rollout_worker(self) -> RolloutWorkerConfig:
+        """What the rollout is made from, in either pool."""
+        made: RolloutWorkerConfig = self._placed(self.rollout, self.rollout_pool)
+        return made
 
     def check(self) -> None:
         """Everything about models, backends and sizes that can be refused before a process is started.
 
         Raises:
-            Refused: no model directory; a backend that is not there or refuses its options, the number of
-                processes or the model; or a number of prompts that doesn't divide.
+            Refused: no model directory; a backend or transfer that is not there or refuses its options, the number
+                of processes or the model; or a number of prompts that doesn't divide.
         """
         worker = self.worker()
-        actor, rollout = self._dp_size("actor", worker.actor), self._dp_size("rollout", worker.rollout)
+        if self.rollout_pool is not None:
+            self.transfer.check()
+        actor, rollout = self._dp_size("actor", worker.actor), self._dp_size("rollout", self.rollout_worker())
         parts = {"rollout": rollout, "actor": actor * self.algorithm.num_mini_batches}
         if worker.ref is not None:
             parts["ref"] = self._dp_size("ref", worker.ref)
@@ -154,7 +171,7 @@ class GrpoConfig:
                 f"{prompts} prompts a step with {samples} samples each don't divide over the workers",
                 have=f"algorithm.prompts_per_step {prompts}, num_mini_batches {self.algorithm.num_mini_batches}",
                 want=f"prompts_per_step {' or '.join(map(str, near))} (a multiple of {unit})",
-                where=f"dp {rollout} of the rollout, dp {actor} of the actor, {self.pool.world_size} processes",
+                where=f"dp {rollout} of the rollout, dp {actor} of the actor, {self.world_size} processes",
             )
 
     def _dp_size(self, part: str, config: TrainingWorkerConfig | RolloutWorkerConfig | None) -> int:
@@ -163,13 +180,14 @@ class GrpoConfig:
             return 1
         model = ModelFacts.read(config.engine["model"])
         kind: Kind = "rollout" if part == "rollout" else "engine"
-        plan = EngineRegistry.default().plan(config.backend, config.engine, self.pool.world_size, model, kind=kind)
+        pool = self.rollout_pool if part == "rollout" and self.rollout_pool else self.pool
+        plan = EngineRegistry.default().plan(config.backend, config.engine, pool.world_size, model, kind=kind)
         return plan.route.dp_size if plan else 1
 
-    def _placed(self, config: Any) -> Any:
+    def _placed(self, config: Any, pool: PoolConfig | None = None) -> Any:
         """With the model's directory, and the CPU where the pool is denied GPUs."""
         path = str(config.engine.get("model", self.model.path))
-        device = config.device or ("cpu" if self.pool.use_gpu is False else None)
+        device = config.device or ("cpu" if (pool or self.pool).use_gpu is False else None)
         # Workers may run in another working directory.
         model = os.path.abspath(os.path.expanduser(path))
         return attrs.evolve(config, engine={**config.engine, "model": model}, device=device)

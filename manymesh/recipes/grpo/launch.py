@@ -6,16 +6,19 @@ import math
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+
+import attrs
 
 from core.errors import Refused
 from core.group import WorkerGroup
 from manymesh.recipes.grpo.config import GrpoConfig, PoolConfig
+from manymesh.recipes.grpo.split import SplitGroups, Workers
 
 
 @contextmanager
-def ray_cluster(pool: PoolConfig) -> Iterator[None]:
-    """A connection to Ray. What was started or connected here ends with the block.
+def ray_cluster(*pools: PoolConfig) -> Iterator[None]:
+    """A connection to Ray. What was started (with room for the pools) or connected here ends with the block.
 
     Raises:
         Refused: RAY_ADDRESS is set and nobody answers there.
@@ -32,7 +35,7 @@ def ray_cluster(pool: PoolConfig) -> Iterator[None]:
         need_cluster(address)
         ray.init(address=address, **quiet)
     else:
-        cpus = math.ceil(pool.world_size * pool.cpus_per_process)
+        cpus = math.ceil(sum(pool.world_size * pool.cpus_per_process for pool in pools))
         ray.init(num_cpus=max(cpus, 1), include_dashboard=False, **quiet)
     try:
         yield
@@ -64,27 +67,39 @@ def need_cluster(address: str, timeout_s: float = 5.0) -> None:
 
 
 @contextmanager
-def worker_group(config: GrpoConfig) -> Iterator[WorkerGroup]:
-    """The run's ActorRolloutRefWorkers; they are ended with the block, at once where it is left by an error.
+def worker_group(config: GrpoConfig) -> Iterator[Workers]:
+    """The run's workers: one group, or with `rollout_pool` two; they are ended with the block, at once where it is
+    left by an error.
 
     Raises:
         Refused: no cluster, or one that is too small.
         WorkerFailed: a worker could not be made.
     """
+    from manymesh.workers import ActorRolloutRefWorker, RolloutWorker, WeightSync
+
+    with ExitStack() as stack:
+        others = [config.rollout_pool] if config.rollout_pool else []
+        stack.enter_context(ray_cluster(config.pool, *others))
+        trainers = stack.enter_context(_group(ActorRolloutRefWorker, config.worker(), config.pool, "actor_rollout_ref"))
+        if config.rollout_pool is None:
+            yield trainers
+            return
+        rollouts = stack.enter_context(_group(RolloutWorker, config.rollout_worker(), config.rollout_pool, "rollout"))
+        sync = WeightSync(trainers, [rollouts], **attrs.asdict(config.transfer, recurse=False))
+        stack.callback(sync.close)
+        yield SplitGroups(trainers, rollouts, sync)
+
+
+@contextmanager
+def _group(worker: type, config: object, pool: PoolConfig, name: str) -> Iterator[WorkerGroup]:
     from core.group import RayClassWithInitArgs
     from core.transport.ray import RayResourcePool, RayWorkerGroup
-    from manymesh.workers import ActorRolloutRefWorker
 
-    pool = config.pool
     threads = {"OMP_NUM_THREADS": str(max(1, int(pool.cpus_per_process)))}
-    with (
-        ray_cluster(pool),
-        RayResourcePool(
-            pool.processes, use_gpu=pool.use_gpu, cpus_per_process=pool.cpus_per_process, name="grpo"
-        ) as room,
-    ):
-        worker = RayClassWithInitArgs(ActorRolloutRefWorker, config.worker())
-        group = RayWorkerGroup(room, worker, name="actor_rollout_ref", env=threads)
+    with RayResourcePool(
+        pool.processes, use_gpu=pool.use_gpu, cpus_per_process=pool.cpus_per_process, name=name
+    ) as room:
+        group = RayWorkerGroup(room, RayClassWithInitArgs(worker, config), name=name, env=threads)
         try:
             yield group
         except BaseException:

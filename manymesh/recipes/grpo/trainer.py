@@ -22,7 +22,6 @@ from tensordict import TensorDict
 
 from core.batch import contiguous, objects, with_metadata
 from core.errors import Refused
-from core.group import WorkerGroup
 from core.manifest import ModelFacts
 from core.protocols import Metric, SamplingParams
 from manymesh.recipes.grpo.advantage import group_advantages, spread_over_tokens
@@ -31,6 +30,7 @@ from manymesh.recipes.grpo.config import GrpoConfig
 from manymesh.recipes.grpo.data import PromptData, load_tokenizer
 from manymesh.recipes.grpo.progress import Phases, Progress
 from manymesh.recipes.grpo.reward import Reward
+from manymesh.recipes.grpo.split import Workers
 from manymesh.recipes.grpo.tracking import REWARD, TIME, Tracker
 from manymesh.recipes.yaml_config import load_yaml
 
@@ -57,7 +57,7 @@ class Outcome:
 
 
 class GrpoTrainer:
-    """Loads and checks all that needs no worker; `run` trains a group of ActorRolloutRefWorkers.
+    """Loads and checks all that needs no worker; `run` trains a group of ActorRolloutRefWorkers, or split ones.
 
     Args:
         config: of the run.
@@ -92,7 +92,7 @@ class GrpoTrainer:
             raise Refused("cannot make the run's directory", have=error, where="run.dir") from error
         self._lock = _locked(self.directory)
 
-    def run(self, group: WorkerGroup, console: Console | None = None) -> Outcome:
+    def run(self, group: Workers, console: Console | None = None) -> Outcome:
         """Train until `run.steps` or `run.stop_at_reward`; saves as it goes, and at the end.
 
         Raises:
@@ -136,7 +136,7 @@ class GrpoTrainer:
             self._lock.close()
         return Outcome(step, tuple(tracker.rewards()), time.perf_counter() - start, self.directory)
 
-    def step(self, group: WorkerGroup, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    def step(self, group: Workers, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """One step of GRPO, counted from 0: its metrics, and some of its samples."""
         config, phase = self.config, self.phases
         phase.seconds.clear()
@@ -186,7 +186,7 @@ class GrpoTrainer:
         ]
         return metrics, samples[: config.run.num_samples]
 
-    def _restore(self, group: WorkerGroup) -> int:
+    def _restore(self, group: Workers) -> int:
         """Load the latest checkpoint where there is one and it is asked for; the step to go on from."""
         latest = self.checkpoints.latest() if self.resume else None
         if latest is None:
@@ -212,7 +212,7 @@ class GrpoTrainer:
             progress.note(f"{self.data.num_dropped} prompts are too long and left out")
         _attempt(progress, file.write_text, yaml.safe_dump(now, sort_keys=False))
 
-    def _save(self, group: WorkerGroup, step: int, progress: Progress) -> bool:
+    def _save(self, group: Workers, step: int, progress: Progress) -> bool:
         try:
             self.checkpoints.save(step, partial(group.save_checkpoint, step=step))
         except Refused as error:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from pkgutil import resolve_name
 from types import TracebackType
 from typing import Any, Self
 
 import attrs
 
 from core.calls import PerRank
+from core.config import structure
 from core.errors import ConfigError, ManymeshError, Refused, TransferFailed
 from core.group import WorkerGroup
-from core.registry import EngineRegistry
+from core.registry import Choice, EngineRegistry
 from manymesh.workers.transfer.channel import Channel, Round
 from manymesh.workers.transfer.ends import Receipt
 from manymesh.workers.transfer.link import Link
@@ -40,6 +42,19 @@ class TransferConfig:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"illegal {name}", have=getattr(self, name), want="above 0")
 
+    def check(self) -> Choice:
+        """What the kind resolves to in the registry.
+
+        Raises:
+            RegistryError: there is no such kind.
+            ConfigError: the options are not the kind's.
+        """
+        entry = EngineRegistry.get(self.kind, kind="transfer")
+        assert entry.manifest is not None
+        assert entry.choice is not None
+        structure(resolve_name(entry.manifest.config), self.options, f"config of transfer {entry.name!r}")
+        return entry.choice
+
 
 class WeightSync:
     """Weights from one group of trainers to one or several groups of rollouts.
@@ -53,7 +68,7 @@ class WeightSync:
         kind, bucket_mb, options, timeout_s: see TransferConfig.
 
     Raises:
-        RegistryError: there is no such kind of transfer.
+        RegistryError, ConfigError: as TransferConfig.check.
         Refused: a group sends to itself.
 
     Example:
@@ -79,9 +94,7 @@ class WeightSync:
                 have=f"{senders.name!r} to {[group.name for group in receivers]}",
                 mend="a worker that holds both actor and rollout has update_weights",
             )
-        entry = EngineRegistry.get(kind, kind="transfer")
-        assert entry.choice is not None
-        self._choice = entry.choice
+        self._choice = self.config.check()
         self._senders, self._receivers = senders, tuple(receivers)
         self._channel: Channel | None = None
         self._rounds = 0
@@ -93,7 +106,6 @@ class WeightSync:
 
         Raises:
             TransferFailed: an end did not come; the groups are healthy.
-            Refused: the kind's options are wrong.
             WorkerFailed: a group has failed.
         """
         if self._channel is not None:
