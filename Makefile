@@ -60,6 +60,7 @@ bench: $(STAMP) ## the benchmarks, each against a floor in the same run
 	$(PY) -m benchmarks.listing
 	$(PY) -m benchmarks.grpo_step
 	$(PY) -m benchmarks.megatron_step
+	$(PY) -m benchmarks.weight_transfer
 
 models/smollm2: scripts/smollm2.py | $(STAMP)
 	$(PY) -m pip install --quiet gguf

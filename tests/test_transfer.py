@@ -278,6 +278,15 @@ def test_a_trainer_that_fails_while_it_exports_is_a_failed_group_and_receivers_a
     other.close()
 
 
+@pytest.mark.parametrize("kind", ["collective", "disk"])
+def test_syncs_leave_nothing_behind_in_the_store(groups: Any, sync_of: Any, kind: str) -> None:
+    sync, sizes = sync_of(kind), []
+    for _ in range(4):
+        sync.sync()
+        sizes.append(worker(groups[0])._channel.store.num_keys())
+    assert len(set(sizes)) == 1
+
+
 def test_released_weights_come_back_with_the_next_sync(groups: Any, sync_of: Any) -> None:
     senders, receivers = groups
     receivers[0].release_rollout()

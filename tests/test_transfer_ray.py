@@ -43,9 +43,10 @@ def pools(ray_cluster: None) -> Iterator[dict[str, RayResourcePool]]:
         pool.shutdown()
 
 
-def trainers(model: str, pool: RayResourcePool) -> WorkerGroup:
+def trainers(model: str, pool: RayResourcePool, backend: str = "fsdp", **engine: Any) -> WorkerGroup:
     loss = LossSpec("manymesh.recipes.grpo.loss:policy_loss")
-    actor = TrainingWorkerConfig(engine={"model": model, "optimizer": {"lr": 1e-2}}, loss=loss)
+    engine |= {"model": model, "optimizer": {"lr": 1e-2}}
+    actor = TrainingWorkerConfig(backend=backend, engine=engine, loss=loss)
     config = ActorRolloutRefConfig(role="actor", actor=actor)
     group = RayWorkerGroup(pool, RayClassWithInitArgs(MortalTrainer, config), name="trainers", env=ENV)
     group.init_model()
@@ -137,7 +138,9 @@ def test_no_more_than_two_buckets_are_in_the_object_store_at_a_time(ray_cluster:
     far = Channel.join(channel.address, 20)
     transfers[1].connect(far.round("connect"), 1, 1, "127.0.0.1")
     rollout: Any = Loading()
-    receipt = ReceivingEnd(far, transfers[1], "receiver", 1, 4000).receive(specs, rollout, "sync", 1)
+    receipt = ReceivingEnd(far, transfers[1], "receiver", 1, 4000, device=torch.device("cpu")).receive(
+        specs, rollout, "sync", 1
+    )
     sending.join(20)
     assert receipt.error == ""
     assert [name for name, _ in loaded[:-1]] == [name for name, _ in weights]
@@ -162,12 +165,13 @@ def killed_in_a_sync(kind: str, senders: WorkerGroup, receivers: WorkerGroup, di
     start = time.monotonic()
     with pytest.raises(WorkerFailed, match="'rollouts' died"):
         sync.sync()
-    assert time.monotonic() - start < 10, "not the deadline"
+    assert time.monotonic() - start < 30, "not the deadline"
     assert receivers.failed
     assert not senders.failed
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_trainers_go_on_with_new_rollouts_after_one_of_two_was_killed_or_refused(
     senders: WorkerGroup, model: str, pools: Any, kind: str, tmp_path: Path
@@ -188,6 +192,7 @@ def test_two_trainers_go_on_with_new_rollouts_after_one_of_two_was_killed_or_ref
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sender_that_is_killed_fails_its_group_alone_and_soon(
     senders: WorkerGroup, model: str, pools: Any, kind: str, tmp_path: Path
@@ -201,8 +206,28 @@ def test_a_sender_that_is_killed_fails_its_group_alone_and_soon(
         start = time.monotonic()
         with pytest.raises(WorkerFailed, match="'trainers' died"):
             sync.sync()
-        assert time.monotonic() - start < 15, "not the deadline"
+        assert time.monotonic() - start < 30, "not the deadline"
         assert survivors.rollout_version() is None
         with trainers(model, pools["train"]) as fresh, make_sync(kind, fresh, survivors, tmp_path) as again:
             assert again.sync() == 0
             assert gap(fresh, survivors, 0) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("axis", ["tensor_parallel", "pipeline_parallel"])
+def test_a_megatron_trainer_that_is_cut_in_two_feeds_whole_rollouts(
+    senders: WorkerGroup, receivers: WorkerGroup, model: str, pools: Any, axis: str, tmp_path: Path
+) -> None:
+    senders.shutdown()
+    receivers.shutdown()
+    with (
+        rollouts(model, pools["wide"]) as two,
+        trainers(model, pools["train"], "megatron", **{axis: 2}) as cut,
+        make_sync("collective", cut, two, tmp_path) as sync,
+    ):
+        for _ in range(2):
+            cut.update_actor(training_batch())
+            assert gap(cut, two) > 1e-4
+            version = sync.sync()
+            assert gap(cut, two, version) < 1e-4

@@ -62,9 +62,12 @@ def test_wheels_install_in_a_fresh_environment_list_their_engines_and_train(tmp_
 
     listed = json.loads(run([python, "-m", "core.list_engines", "--json"], tmp_path))
     assert [(each["name"], each["status"]) for each in listed["entries"]] == [
+        ("collective", "ok"),
+        ("disk", "ok"),
         ("fsdp", "ok"),
         ("hf", "ok"),
         ("megatron", "ok"),
+        ("object_store", "ok"),
         ("vllm", "missing-dependency"),
     ]
     assert not run([python, "-c", "import core; print(core.__file__)"], tmp_path).startswith(str(ROOT))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -154,9 +154,9 @@ class Round:
             if now - start > self._timeout_s:
                 raise DeadlineExceeded(f"waited {self._timeout_s:g} s for {what}")
 
-    def forget(self) -> None:
-        """Delete the round's keys, as far as this end has heard of them: for the sender, once all are done."""
-        for key in self._known:
+    def forget(self, others: Iterable[str]) -> None:
+        """Delete the keys that this end has used, and those of the others: for the sender, once all are done."""
+        for key in self._known.union(others):
             self.store.delete_key(self._key(key))
 
     def _key(self, key: str) -> str:

@@ -75,16 +75,15 @@ class _End:
 class SendingEnd(_End):
     """The one rank of the trainer that holds full tensors."""
 
-    _before: Round | None = None
+    _before: tuple[Round, int] | None = None  # the last round, and its number of buckets
 
     def send(self, specs: Sequence[WeightSpec], stream: Iterator[Named], round_name: str, version: int) -> Receipt:
         """Send all tensors. The stream is read to its end whatever the link does, since other ranks of the trainer
         wait in its collectives; what the stream raises is raised."""
-        if self._before is not None:
-            self._before.forget()
-        round_ = self._before = self.channel.round(round_name)
+        self._forget_last_round()
+        round_, buckets = self.channel.round(round_name), plan(specs, self._bucket_bytes)
+        self._before = round_, len(buckets)
         start, receipt = time.perf_counter(), Receipt(self._name, version, len(specs))
-        buckets = plan(specs, self._bucket_bytes)
         digests: list[torch.Tensor] = []
         waited, error = 0.0, None
         on_its_way: Future[None] | None = None
@@ -127,6 +126,12 @@ class SendingEnd(_End):
             waited=waited + now - begun,
         )
 
+    def _forget_last_round(self) -> None:
+        if self._before is not None:
+            round_, num_buckets = self._before
+            counted = [f"loaded.{number}" for number in range(num_buckets)] + ["verified"]
+            round_.forget([*counted, *(f"{key}.all" for key in counted)])
+
     def _hand_over(self, round_: Round, number: int, pieces: list[torch.Tensor]) -> None:
         round_.check()
         if number >= DEPTH:
@@ -139,7 +144,7 @@ class SendingEnd(_End):
 class ReceivingEnd(_End):
     """A rank that holds a rollout."""
 
-    def __init__(self, *args: Any, device: str = "cpu") -> None:
+    def __init__(self, *args: Any, device: torch.device) -> None:
         super().__init__(*args)
         self._device = device
 
@@ -193,7 +198,8 @@ class ReceivingEnd(_End):
         return stacked(digests), waited
 
     def _take(self, round_: Round, number: int, bucket: Bucket) -> Sequence[torch.Tensor]:
-        return self.transfer.receive(round_, number, bucket.sizes) if bucket.sizes else []
+        pieces = self.transfer.receive(round_, number, bucket.sizes) if bucket.sizes else []
+        return [piece.to(self._device) for piece in pieces]
 
     def _verify(self, round_: Round, specs: Sequence[WeightSpec], table: torch.Tensor) -> None:
         sent = round_.get("digests", "the sender's digests")

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from core.device import choose_device
 from core.dispatch import Dispatch, register
 from core.errors import DeadlineExceeded, ManymeshError, Refused
 from core.protocols import Engine, Rollout, WeightSpec, WeightTransfer
@@ -93,7 +94,8 @@ class SendsWeights(Worker):
         Raises:
             Refused: the transfer's options are wrong.
         """
-        assert self._channel is not None
+        if self._channel is None:
+            raise _not_connected()
         transfer, error = link.connected(self._channel, 0, host)
         if transfer is not None:
             self._sending = SendingEnd(self._channel, transfer, "sender", link.num_receivers, link.bucket_bytes)
@@ -107,12 +109,13 @@ class SendsWeights(Worker):
     @register()
     def send_weights(self, specs: Sequence[WeightSpec], version: int, round_name: str) -> Receipt | None:
         """Collective: all ranks export, rank 0 sends. What went wrong on the link is in its receipt, not raised."""
-        engine = self.sent_engine()
+        engine, sending = self.sent_engine(), self._sending
+        if self.rank == 0 and sending is None:
+            raise _not_connected()
         with engine.eval_mode():
             stream = engine.export_weights(dst="first")
-            if self.rank == 0:
-                assert self._sending is not None
-                return self._sending.send(specs, iter(stream), round_name, version)
+            if sending is not None:
+                return sending.send(specs, iter(stream), round_name, version)
             for _ in stream:
                 pass
         return None
@@ -163,7 +166,12 @@ class ReceivesWeights(Worker):
         if transfer is not None:
             name = f"receiver {index} of {link.num_receivers} (group {self.context.group!r}, rank {self.rank})"
             self._receiving = ReceivingEnd(
-                channel, transfer, name, link.num_receivers, link.bucket_bytes, device=link.device
+                channel,
+                transfer,
+                name,
+                link.num_receivers,
+                link.bucket_bytes,
+                device=choose_device(link.device, self.context.local_rank),
             )
         return said
 
@@ -182,7 +190,7 @@ class ReceivesWeights(Worker):
     def receive_weights(self, specs: Sequence[WeightSpec], version: int, round_name: str) -> Receipt:
         """Load the weights that the sender sends. What went wrong is in the receipt, not raised."""
         if self._receiving is None:
-            raise Refused("the worker is not connected to a sender", mend="WeightSync.connect() does it")
+            raise _not_connected()
         rollout = self.receiving_rollout()
         receipt = self._receiving.receive(specs, rollout, round_name, version)
         if not receipt.error:
@@ -208,3 +216,7 @@ class ReceivesWeights(Worker):
         if self._receiving is not None:
             self._receiving.close()
         self._receiving = None
+
+
+def _not_connected() -> Refused:
+    return Refused("the worker is not connected to the other end of a transfer", mend="WeightSync.connect() does it")

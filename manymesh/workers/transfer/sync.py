@@ -52,7 +52,7 @@ class TransferConfig:
         entry = EngineRegistry.get(self.kind, kind="transfer")
         assert entry.manifest is not None
         assert entry.choice is not None
-        structure(resolve_name(entry.manifest.config), self.options, f"config of transfer {entry.name!r}")
+        structure(resolve_name(str(entry.manifest.config)), self.options, f"config of transfer {entry.name!r}")
         return entry.choice
 
 
