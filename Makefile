@@ -5,7 +5,7 @@ STAMP := $(VENV)/.built
 PROJECTS := . plugins/fsdp plugins/hf_rollout plugins/megatron plugins/vllm_rollout
 SEED ?= 0
 
-.PHONY: help env demo smollm2 test test-slow test-vllm test-megatron-newest lint format types bench wheels clean
+.PHONY: help env demo smollm2 test test-slow test-vllm bench-vllm test-megatron-newest lint format types bench wheels clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -38,6 +38,9 @@ $(VLLM)/.built: $(BUILT_FROM) requirements/vllm.txt
 
 test-vllm: $(VLLM)/.built ## the vLLM rollout's tests with real vLLM on CPU, in an environment of their own (gigabytes)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest plugins/vllm_rollout/tests
+
+bench-vllm: $(VLLM)/.built ## the vLLM rollout against bare vLLM, in that environment
+	$(VLLM)/bin/python -m benchmarks.vllm_rollout
 
 NEWEST := .venv-megatron-newest
 test-megatron-newest: $(STAMP) ## the Megatron engine's tests on the newest megatron-core, which needs Python 3.12 (gigabytes)
