@@ -1,4 +1,4 @@
-"""The checkpoints of a run: checkpoints/step-N, complete once its run.json is there, the oldest dropped."""
+"""The checkpoints of a run: checkpoints/step-N, complete once both its parts are there, the oldest dropped."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from core.errors import Refused
 class Checkpoints:
     """Checkpoints under one directory, which all nodes of the cluster share.
 
-    step-N/actor is the workers', step-N/run.json the driver's. The latter is written last: a checkpoint
-    without it was cut short, and is never loaded.
+    step-N/actor is the workers', step-N/run.json the driver's. A checkpoint that lacks either was cut short, and is
+    never loaded: an engine that writes in the background gives its part its name after run.json is there.
     """
 
     directory: Path
@@ -30,7 +30,7 @@ class Checkpoints:
         found = []
         for entry in self.directory.glob("step-*"):
             match = re.fullmatch(r"step-(\d+)", entry.name)
-            if match and (entry / "run.json").is_file():
+            if match and (entry / "run.json").is_file() and (entry / "actor").exists():
                 found.append((int(match[1]), entry))
         return sorted(found)
 

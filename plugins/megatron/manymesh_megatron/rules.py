@@ -218,6 +218,14 @@ RULES = (
         ("num_experts",),
     ),
     Rule(
+        "whole experts on tensor parallel ranks need expert parallel ranks: without them megatron-core leaves out a sum "
+        "over their gradients, and says nothing",
+        ("expert_tensor_parallel", "expert_parallel"),
+        "expert_tensor_parallel as tensor_parallel, or experts dealt to ranks",
+        lambda c, _, model: not model.num_experts or c.expert_parallel > 1 or c.expert_tensor_size == c.tensor_parallel,
+        ("num_experts",),
+    ),
+    Rule(
         "the allgather dispatcher needs micro-batches of one shape, and pipeline stages exchange any",
         ("moe_dispatcher", "pipeline_parallel"),
         "the other dispatcher, or no pipeline",

@@ -146,8 +146,26 @@ CASES = [
     case("expert_parallel 1", "set expert_parallel=1", "num_experts=0", 8, DENSE, expert_parallel=2),
     case("tensor_parallel 1", "set expert_tensor_parallel=1", "num_experts=0", 8, DENSE, expert_tensor_parallel=2),
     case("one of [1, 2]", "set expert_parallel=2", "num_experts=6", 8, MOE, expert_parallel=4),
-    case("[1, 2, 4, 8]", "set expert_tensor_parallel=8", "intermediate_size=24", 16, MOE, expert_tensor_parallel=16),
+    case(
+        "[1, 2, 4, 8]",
+        "set expert_tensor_parallel=8",
+        "intermediate_size=24",
+        32,
+        MOE,
+        expert_tensor_parallel=16,
+        expert_parallel=2,
+    ),
     case("True or tensor_parallel 1", "set sequence_parallel=True", "num_experts=6", 8, MOE, tensor_parallel=2),
+    case(
+        "expert_tensor_parallel 2 or expert_parallel one of [2,",
+        "set expert_tensor_parallel=2",
+        "num_experts=6",
+        8,
+        MOE,
+        expert_tensor_parallel=1,
+        tensor_parallel=2,
+        sequence_parallel=True,
+    ),
     case("alltoall", "set moe_dispatcher=", "experts=6", 8, MOE, moe_dispatcher="allgather", pipeline_parallel=2),
     case(
         "packing False", "set moe_dispatcher=alltoall", "packing=True", 8, MOE, moe_dispatcher="allgather", packing=True
