@@ -157,7 +157,7 @@ CASES = [
     ),
     case("True or tensor_parallel 1", "set sequence_parallel=True", "num_experts=6", 8, MOE, tensor_parallel=2),
     case(
-        "expert_tensor_parallel 2 or expert_parallel one of [2,",
+        "expert_tensor_parallel 2 or expert_parallel 2",
         "set expert_tensor_parallel=2",
         "num_experts=6",
         8,
