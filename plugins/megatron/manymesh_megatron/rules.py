@@ -218,8 +218,8 @@ RULES = (
         ("num_experts",),
     ),
     Rule(
-        "whole experts on tensor parallel ranks need expert parallel ranks: without them megatron-core leaves out a sum "
-        "over their gradients, and says nothing",
+        "whole experts on tensor parallel ranks need expert parallel ranks: else megatron-core leaves out a sum over "
+        "their gradients, and says nothing",
         ("expert_tensor_parallel", "expert_parallel"),
         "expert_tensor_parallel as tensor_parallel, or experts dealt to ranks",
         lambda c, _, model: not model.num_experts or c.expert_parallel > 1 or c.expert_tensor_size == c.tensor_parallel,
