@@ -83,6 +83,7 @@ def run(ray_cluster: None, toy_of_two_layers: Path, tmp_path_factory: pytest.Tem
     trainer = GrpoTrainer(config)
     with worker_group(config) as group:
         trainer.run(group, Console(file=StringIO()))
+        assert isinstance(group, WorkerGroup)
         yield Run(trainer, group, directory, config.model.path)
 
 
