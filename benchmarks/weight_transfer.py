@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time weight transfers against a plain copy.")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--bucket-mb", type=float, default=16)
+    parser.add_argument("--bucket-mb", type=float, default=32)
     parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS)
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
