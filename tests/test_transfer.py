@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from core.batch import jagged_from
-from core.errors import ConfigError, Refused, RegistryError, TransferFailed, WorkerFailed
+from core.errors import ConfigError, DeadlineExceeded, Refused, RegistryError, TransferFailed, WorkerFailed
 from core.group import RayClassWithInitArgs, WorkerGroup
 from core.protocols import LossSpec, SamplingParams
 from core.transport.local import LocalWorkerGroup
@@ -276,6 +277,50 @@ def test_a_trainer_that_fails_while_it_exports_is_a_failed_group_and_receivers_a
     assert other.sync() == 0
     assert receivers.rollout_version() == 0
     other.close()
+
+
+def test_a_driver_that_cannot_reach_the_senders_store_syncs_all_the_same(
+    groups: Any, sync_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    senders, receivers = groups
+
+    def unreachable(address: Any, timeout_s: float) -> Any:
+        raise DeadlineExceeded("nobody answers")
+
+    monkeypatch.setattr("manymesh.workers.transfer.sync.Channel", SimpleNamespace(join=unreachable))
+    sync = sync_of(timeout_s=2.0)
+    sync.sync()
+    with monkeypatch.context() as patch:
+        refuse_bucket(patch, receivers[0], 2)
+        with pytest.raises(TransferFailed, match="the link is down"):
+            sync.sync()
+    version = sync.sync()
+    assert gap(senders, receivers[1], version) < 1e-4
+
+
+def test_a_receiver_that_never_comes_is_waited_for_until_the_deadline(
+    groups: Any, sync_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    senders, receivers = groups
+    sync = sync_of(timeout_s=0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker(receivers[1]), "connect_receiver", lambda link, index, host: "")
+        with pytest.raises(TransferFailed, match=r"did not meet[\s\S]*all ends to join the process group"):
+            sync.sync()
+    assert sync.sync() == worker(senders).weight_version
+
+
+def test_a_rollout_worker_is_built_once_and_connected_before_it_receives(model: str) -> None:
+    group = LocalWorkerGroup(RayClassWithInitArgs(RolloutWorker, RolloutWorkerConfig(engine={"model": model})))
+    with pytest.raises(Refused, match="call init_model first"):
+        group.rollout_version()
+    group.init_model()
+    assert group.rollout_version() == 0
+    assert len(group.generate_sequences(prompts(), SAMPLING, 0)) == 8
+    with pytest.raises(Refused, match="once"):
+        group.init_model()
+    with pytest.raises(Refused, match="not connected"):
+        group.receive_weights([], 1, "sync 1")
 
 
 @pytest.mark.parametrize("kind", ["collective", "disk"])

@@ -13,10 +13,10 @@ import attrs
 
 from core.calls import PerRank
 from core.config import structure
-from core.errors import ConfigError, ManymeshError, Refused, TransferFailed
+from core.errors import ConfigError, DeadlineExceeded, ManymeshError, Refused, TransferFailed
 from core.group import WorkerGroup
 from core.registry import Choice, EngineRegistry
-from manymesh.workers.transfer.channel import Channel, Round
+from manymesh.workers.transfer.channel import Channel
 from manymesh.workers.transfer.ends import Receipt
 from manymesh.workers.transfer.link import Link
 
@@ -96,8 +96,8 @@ class WeightSync:
             )
         self._choice = self.config.check()
         self._senders, self._receivers = senders, tuple(receivers)
+        self._connected, self._rounds = False, 0
         self._channel: Channel | None = None
-        self._rounds = 0
         self.version: int | None = None
         self.receipts: tuple[Receipt, ...] = ()
 
@@ -108,13 +108,16 @@ class WeightSync:
             TransferFailed: an end did not come; the groups are healthy.
             WorkerFailed: a group has failed.
         """
-        if self._channel is not None:
+        if self._connected:
             return
         config, senders = self.config, self._senders
         hosts = _Hosts([senders, *self._receivers])
         devices = {senders.sending_device(), *(group.receiving_device() for group in self._receivers)}
         address = senders.open_channel(hosts.of(senders)[0], config.timeout_s)
-        self._channel = Channel.join(tuple(address), config.timeout_s)
+        # A driver outside of the cluster may not reach it. Then an end that dies is noticed at the others' deadlines.
+        with suppress(DeadlineExceeded):
+            self._channel = Channel.join(address, min(config.timeout_s, 10.0))
+        self._connected = True
         link = Link(
             config.kind,
             config.options,
@@ -131,7 +134,7 @@ class WeightSync:
             indices = PerRank(range(first, first + group.world_size))
             calls.append(_bound(group.connect_receiver, link, indices, PerRank(hosts.of(group))))
             first += group.world_size
-        said = [error for errors in self._all(calls, self._channel.round("connect")) for error in errors if error]
+        said = [error for errors in self._all(calls, "connect") for error in errors if error]
         if said:
             self.close()
             raise TransferFailed("the ends of a transfer did not meet", have=said[0], where=self._where, mend=_AGAIN)
@@ -147,7 +150,6 @@ class WeightSync:
             WorkerFailed: a group has failed.
         """
         self.connect()
-        assert self._channel is not None
         version, specs = self._senders.offer_weights()
         begun: list[WorkerGroup] = []
         try:
@@ -162,7 +164,7 @@ class WeightSync:
         name = f"sync {self._rounds}"
         calls = [_bound(self._senders.send_weights, specs, version, name)]
         calls += [_bound(group.receive_weights, specs, version, name) for group in self._receivers]
-        answers = self._all(calls, self._channel.round(name))
+        answers = self._all(calls, name)
         self.receipts = tuple(receipt for answer in answers for receipt in answer if receipt is not None)
         bad = sorted((receipt for receipt in self.receipts if receipt.error), key=lambda receipt: receipt.echo)
         if bad:
@@ -180,9 +182,9 @@ class WeightSync:
 
     def close(self) -> None:
         """Let go of the link, on the groups that live. Can be called twice; a later sync connects again."""
-        if self._channel is None:
+        if not self._connected:
             return
-        self._channel = None
+        self._connected, self._channel = False, None
         for group in (*self._receivers, self._senders):
             with suppress(ManymeshError):
                 (group.close_sender if group is self._senders else group.close_receiver)()
@@ -200,7 +202,7 @@ class WeightSync:
         names = ", ".join(group.name for group in self._receivers)
         return f"transfer {self.config.kind!r} from group {self._senders.name!r} to {names}"
 
-    def _all(self, calls: Sequence[Callable[[], Any]], round_: Round) -> list[Any]:
+    def _all(self, calls: Sequence[Callable[[], Any]], round_name: str) -> list[Any]:
         """Call the groups at the same time, each in a thread. When one raises, the round is stopped for the others,
         so that they return soon, and what it raised is raised."""
         with ThreadPoolExecutor(len(calls)) as pool:
@@ -214,7 +216,8 @@ class WeightSync:
                             raise error
             except BaseException as error:
                 with suppress(Exception):  # the store may be gone with the senders
-                    round_.stop(f"{type(error).__name__}: {error}")
+                    if self._channel is not None:
+                        self._channel.round(round_name).stop(f"{type(error).__name__}: {error}")
                 wait(waiting)
                 self.close()
                 raise
