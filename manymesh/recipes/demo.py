@@ -73,7 +73,7 @@ def run(directory: Path, seed: int, settings: Mapping[str, Any], overrides: Sequ
     print(
         f"A tiny language model, made just now, is to learn to copy four digits: {rows} answers a step, until the"
         f" mean reward of {config.run.stop_window} steps is {config.run.stop_at_reward}.\n"
-        f"Starting Ray and {config.pool.world_size} workers ...",
+        f"Starting Ray and {config.world_size} workers ...",
         flush=True,
     )
     trainer = GrpoTrainer(config)

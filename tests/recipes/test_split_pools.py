@@ -18,6 +18,7 @@ from manymesh.recipes.grpo.config import GrpoConfig
 from manymesh.recipes.grpo.launch import worker_group
 from manymesh.recipes.grpo.tracking import TIME, read_metrics
 from manymesh.recipes.grpo.trainer import GrpoTrainer
+from manymesh.recipes.yaml_config import load_yaml, override
 from manymesh.workers import ActorRolloutRefWorker, Role
 
 
@@ -71,6 +72,14 @@ def test_every_kind_of_transfer_feeds_two_rollouts_and_a_reference_stays_with_th
     one = metrics_of(attrs.evolve(config, rollout_pool=None, run=attrs.evolve(config.run, dir=str(tmp_path / "one"))))
     for ours, theirs in zip(metrics_of(config), one, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+
+
+def test_the_example_of_two_pools_can_be_run_once_it_is_given_model_data_and_a_place(toy: Path, tmp_path: Path) -> None:
+    example = load_yaml(Path(__file__).parents[2] / "examples/grpo/two_pools.yaml")
+    given = [f"model.path={toy / 'model'}", f"data.path={toy / 'copy.jsonl'}", f"run.dir={tmp_path}"]
+    config = GrpoConfig.of(override(example, given))
+    config.check()
+    assert (config.pool.world_size, config.world_size, config.transfer.kind) == (1, 3, "collective")
 
 
 def test_pools_and_transfers_are_checked_before_a_process_is_started(toy: Path, tmp_path: Path) -> None:
