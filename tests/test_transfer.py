@@ -246,7 +246,7 @@ def test_a_receiver_that_hangs_ends_the_sync_at_the_deadline(
     sync.sync()
     rollout = worker(receivers[0]).rollout
     with monkeypatch.context() as patch:
-        patch.setattr(rollout, "load_bucket", lambda bucket: time.sleep(2.5))
+        patch.setattr(rollout, "load_bucket", lambda bucket: time.sleep(1.6))
         start = time.monotonic()
         with pytest.raises(TransferFailed, match="waited 1 s for all receivers to load bucket 0"):
             sync.sync()

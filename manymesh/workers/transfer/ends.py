@@ -186,6 +186,7 @@ class ReceivingEnd(_End):
             if number + 1 < len(buckets):
                 coming = link.submit(self._take, round_, number + 1, buckets[number + 1])
             try:
+                round_.check()
                 load = joiner.add(bucket, pieces)
                 digests += [digest(tensor) for _, tensor in load]
                 if load:
