@@ -292,8 +292,8 @@ class Rollout(Protocol):
         ...
 
     def abort_weight_update(self) -> None:
-        """weight_version stays None, unless the update was fully staged. Where nothing was loaded yet the weights before
-        it may still be whole: then their version may come back."""
+        """weight_version stays None unless the update was fully staged. Where nothing was loaded yet, the version of
+        the weights before it may come back."""
         ...
 
     def shutdown(self) -> None: ...
