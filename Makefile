@@ -3,6 +3,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.built
 PROJECTS := . plugins/fsdp plugins/hf_rollout plugins/megatron plugins/vllm_rollout
+VLLM := .venv-vllm
 SEED ?= 0
 
 .PHONY: help env demo smollm2 test test-slow test-vllm bench-vllm test-megatron-newest lint format types bench wheels clean
@@ -26,10 +27,10 @@ demo: $(STAMP) ## watch GRPO learn to copy four digits: two Ray workers, FSDP2, 
 test: $(STAMP) ## the base suite
 	$(PY) -m pytest
 
-test-slow: $(STAMP) ## what takes minutes: wheels in a fresh environment, all seeds of the demo, long runs
+test-slow: $(STAMP) $(VLLM)/.built ## what takes minutes: wheels in a fresh environment, all seeds of the demo, long runs
 	$(PY) -m pytest -m slow
+	$(VLLM)/bin/python -m pytest -m slow plugins/vllm_rollout/tests
 
-VLLM := .venv-vllm
 $(VLLM)/.built: $(BUILT_FROM) requirements/vllm.txt
 	bash scripts/environment.sh $(VLLM) -r requirements/vllm.txt
 	@# Built for CUDA, where vLLM and torch are the builds for CPU; text models need none of them.

@@ -24,6 +24,7 @@ OURS = {
     "logprobs_mode": "",
     "enable_chunked_prefill": "",
     "speculative_config": "",
+    "enable_batch_sharded_sampling": "",
     "max_model_len": "max_model_len",
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "max_num_batched_tokens",
@@ -41,7 +42,8 @@ class VllmRolloutConfig(RolloutConfig):
 
     Attributes:
         tensor_parallel: ranks that hold one copy of the model together; the world is dp copies of it.
-        max_model_len: tokens of prompt and response together; None for the model's own context.
+        max_model_len: tokens of prompt and response together; None for the model's own context, which may be much: vLLM
+            keeps room for a forward pass of as many.
         max_num_seqs: rows that run at once; the others wait.
         max_num_batched_tokens: tokens of one forward pass, at least max_model_len, since prompts are not cut; None for
             the larger of max_model_len and 8192.

@@ -23,7 +23,7 @@ class SleepingMemory:
         self._llm, self._can_sleep = llm, can_sleep
         self.asleep: frozenset[str] = frozenset()
 
-    def release(self, tags: Iterable[str]) -> None:
+    def check_can_sleep(self) -> None:
         """Raises Refused where vLLM would free nothing."""
         if not self._can_sleep:
             raise Refused(
@@ -31,6 +31,10 @@ class SleepingMemory:
                 have="vLLM's sleep mode frees nothing on CPU, and on CUDA only with sleep_mode",
                 mend="turn release_after_generate off, or set sleep_mode on CUDA",
             )
+
+    def release(self, tags: Iterable[str]) -> None:
+        """Raises Refused as check_can_sleep."""
+        self.check_can_sleep()
         wanted = self.asleep | set(tags)
         if wanted == self.asleep:
             return

@@ -1,0 +1,29 @@
+"""The example as a user runs it: FSDP and vLLM in the same processes learn the demo's task. Minutes, so not in the base
+suite."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[4] / "examples" / "grpo"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fsdp_and_vllm_learn_to_copy_digits(tmp_path: Path) -> None:
+    def run(*arguments: str) -> str:
+        done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=880)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+    run(str(EXAMPLES / "make_copy_task.py"))
+    said = run("-m", "manymesh.recipes.grpo", "--config", str(EXAMPLES / "vllm.yaml"))
+    rewards = re.search(r"^reward (\S+) -> (\S+) in", said, re.MULTILINE)
+    assert rewards
+    assert float(rewards[1]) < 0.2
+    assert float(rewards[2]) >= 0.9
