@@ -222,10 +222,11 @@ class VllmRollout:
         """
         _, memory = self._ready()
         check_tags(tags)
-        memory.release(tags)
+        memory.check_can_sleep()
         if "weights" in tags:
-            self.abort_weight_update()
+            self.abort_weight_update()  # while its layers still have memory
             self._version = None
+        memory.release(tags)
 
     def resume(self, tags: Sequence[MemoryTag]) -> None:
         """Take memory again; what is not released stays as it is. Weights hold garbage then, until a whole update."""
