@@ -26,6 +26,7 @@ class DiskTransfer:
         self._root = Path(config.directory).expanduser()
         self._directory: Path | None = None
         self._mine = False
+        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def connect(self, round_: TransferRound, index: int, num_receivers: int, host: str) -> None:
         if index == 0:
@@ -41,7 +42,9 @@ class DiskTransfer:
 
     def send(self, round_: TransferRound, number: int, pieces: Sequence[torch.Tensor]) -> None:
         starts, size = offsets([len(piece) for piece in pieces])
-        flat = torch.empty(size, dtype=torch.uint8)
+        if len(self._buffer) < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+        flat = self._buffer[:size]
         for at, piece in zip(starts, pieces, strict=True):
             flat[at : at + len(piece)].copy_(piece)
         path = self._path(number)
