@@ -64,9 +64,9 @@ def make_ready() -> Ready:
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def rollout(make_ready: Ready, model_dir: str) -> Iterator[VllmRollout]:
-    """One rollout for all tests that only generate."""
+    """One rollout for all tests of a file that only generate. Others live beside it, of models without experts."""
     ready = make_ready(model_dir)
     yield ready
     ready.shutdown()

@@ -235,3 +235,10 @@ def test_directories_that_hold_no_model_for_it_are_refused(
 def test_a_device_that_this_build_is_not_for_is_refused(model_dir: str) -> None:
     with pytest.raises(Refused, match="CUDA"):
         VllmRollout(VllmRolloutConfig(model_dir), device="cuda")
+
+
+def test_an_engine_that_needs_other_groups_is_refused_while_one_lives(
+    rollout: VllmRollout, ready: Ready, checkpoints: Checkpoints
+) -> None:
+    with pytest.raises(Refused, match=r"share its groups[\s\S]*want: \(1, True\)"):
+        ready(checkpoints("qwen3_moe"))
