@@ -39,12 +39,14 @@ class LocalEngine:
         worker: vLLM's worker; `worker.model_runner` runs the model.
 
     Raises:
-        Refused: vLLM doesn't take the model or the options.
+        Refused: vLLM doesn't take the model or the options, or another engine of this process is cut otherwise.
     """
 
     def __init__(
         self, config: VllmRolloutConfig, facts: ModelFacts, device: torch.device, *, has_tokenizer: bool
     ) -> None:
+        self.groups = (config.tensor_parallel, bool(facts.num_experts))
+        _check_groups(self.groups)
         self._owns_world = not dist.is_initialized()
         environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         executor = {}
@@ -154,6 +156,17 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _check_groups(wanted: tuple[int, bool]) -> None:
+    used = {engine.groups for engine in _engines}
+    if used - {wanted}:
+        raise Refused(
+            "vLLM engines of one process share its groups, since vLLM keeps them in globals",
+            have=f"{sorted(used)} (tensor_parallel, with experts)",
+            want=wanted,
+            mend="shut the other rollout down first, or give them processes of their own",
+        )
 
 
 @contextmanager
