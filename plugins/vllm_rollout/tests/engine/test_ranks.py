@@ -16,12 +16,14 @@ from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.rollout import VllmRollout
 from sdk.testing import RankPool
 
+pytestmark = pytest.mark.timeout(600)  # each rank imports vLLM: half a minute, or minutes where others work too
+
 PROMPTS = [[1, 5, 6], [7], [40, 41, 42], [9, 9]]
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(2, timeout_s=170) as ranks:
+    with RankPool(2, timeout_s=580) as ranks:
         yield ranks
 
 
