@@ -15,7 +15,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from core.errors import Refused
-from core.rows import Range, Rows, starts
+from core.rows import Range, Rows, objects_in, starts
 from core.rows import contiguous as contiguous
 from core.rows import flat as flat
 from core.rows import is_batch as is_batch
@@ -57,8 +57,8 @@ def with_metadata(batch: TensorDict, **values: Any) -> TensorDict:
 
 
 def objects(column: NonTensorStack) -> list[Any]:
-    """The objects of an object column, by row."""
-    return [item.data for item in column.tensordicts]
+    """The objects of an object column, by row: those in the column, no copies."""
+    return objects_in(column)
 
 
 def is_jagged(value: object) -> bool:

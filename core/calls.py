@@ -56,12 +56,29 @@ class RankCall:
 
 
 @attrs.frozen
+class Order:
+    """What all ranks of a call are told alike.
+
+    Attributes:
+        reads_only: the method may be given memory that others read too.
+        keep: batches of the answers stay with the transport's store (core.remote).
+    """
+
+    method: str
+    mesh: str | None = None
+    reads_only: bool = False
+    keep: bool = False
+
+
+@attrs.define
 class Call:
     """One call of a group's method, on the driver.
 
     Attributes:
         arguments: the bound signature, without self.
         route: gives the checked route of a mesh by name.
+        shards: the rows of each dp rank, noted by `dispatch` for `collect`; None where no batch was given.
+        per_input: rows of the answer for each row given; None where that isn't known.
     """
 
     group: str
@@ -70,11 +87,18 @@ class Call:
     spec: MethodSpec
     arguments: inspect.BoundArguments
     route: Callable[[str], Route]
+    shards: tuple[Shard, ...] | None = None
+    per_input: int | None = None
 
     @property
     def where(self) -> str:
         mesh = f" on mesh {self.spec.mesh!r}" if self.spec.mesh else ""
         return f"method {self.method!r} of group {self.group!r}{mesh}"
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of the batches given; None where there are none, or they were not dealt."""
+        return None if self.shards is None else sum(stop - start for s in self.shards for start, stop, _ in s.blocks)
 
     def setting(self, value: Any) -> Any:
         """A setting of the spec that may be a function of the method's arguments."""
@@ -96,6 +120,7 @@ class DispatchMode:
         answering: the ranks whose answers are sent to the driver; None for all.
         mesh: name of the mesh it routes by, if any.
         joins_rows: collect gets batches as core.rows.Rows, whose joining is cheap, and copies them.
+        remote: dispatch and collect also take batches that lie with other workers, as core.remote.RemoteRows and Kept.
     """
 
     name: str
@@ -104,13 +129,14 @@ class DispatchMode:
     answering: Callable[[Call], frozenset[int]] | None = None
     mesh: str | None = None
     joins_rows: bool = False
+    remote: bool = False
 
 
 @attrs.frozen
 class MethodSpec:
     """What `register` hangs on a method."""
 
-    dispatch_mode: DispatchMode
+    dispatch_mode: DispatchMode | str
     execute_mode: Execute = Execute.ALL
     blocking: bool = True
     rows_per_input: RowsPerInput = 1
@@ -118,7 +144,15 @@ class MethodSpec:
     uneven: Uneven = "error"
     reducers: Mapping[str, Any] = attrs.field(factory=dict)
     timeout_s: float | None = None
+    columns: frozenset[str] | None = None
+    reads_only: bool = False
+
+    @property
+    def mode(self) -> DispatchMode:
+        """The mode, which a name of a plugin's has become when the class was bound."""
+        assert isinstance(self.dispatch_mode, DispatchMode)
+        return self.dispatch_mode
 
     @property
     def mesh(self) -> str | None:
-        return self.dispatch_mode.mesh
+        return self.mode.mesh

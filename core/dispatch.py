@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 import attrs
@@ -18,7 +18,7 @@ from core.calls import DispatchMode as DispatchMode
 from core.calls import Execute as Execute
 from core.calls import PerRank as PerRank
 from core.errors import Refused
-from core.join import Reducer, check_reducers, is_rows, join_answers
+from core.join import Reducer, check_reducers, is_remote, is_rows, join_answers
 from core.mesh import Route
 from core.shards import cut, deal_rows, in_order
 from core.worker import Shard
@@ -28,7 +28,7 @@ _SPEC = "__manymesh_spec__"
 
 
 def register(
-    dispatch_mode: DispatchMode | None = None,
+    dispatch_mode: DispatchMode | str | None = None,
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
     *,
@@ -37,11 +37,14 @@ def register(
     uneven: Uneven = "error",
     reducers: Mapping[str, Reducer] | None = None,
     timeout_s: float | None = None,
+    columns: Collection[str] | None = None,
+    reads_only: bool = False,
 ) -> Callable[[F], F]:
     """Make a worker's method callable on its group. Changes nothing but an attribute of the function.
 
     Args:
-        dispatch_mode: how arguments are dealt and answers joined; Dispatch.ONE_TO_ALL when not given.
+        dispatch_mode: how arguments are dealt and answers joined; Dispatch.ONE_TO_ALL when not given. A name is that of
+            a plugin's mode, looked up when the class is bound to a group.
         execute_mode: whether all ranks run it or only rank 0, whose value is then the result.
         blocking: False gives a Future.
         rows_per_input: rows of an answered batch for each row of the given one: a number, a function of the method's
@@ -51,14 +54,19 @@ def register(
         uneven: what to do with rows that don't divide: "error", "pad" or "ragged"; see core.shards.deal_rows.
         reducers: how the values of answered dicts are joined, by key; see core.join.
         timeout_s: deadline of a call; the group's when not given.
+        columns: of batches only these columns are sent, where they are there; all when not given.
+        reads_only: the method writes to no tensor or array that it is given, so it gets no private copies of them.
+            MANYMESH_CHECK_READS=1 in the workers' environment proves it.
 
     Raises:
         Refused: no such reducer or policy, or the mode deals rows to all ranks but only rank 0 would run.
     """
     mode = dispatch_mode or Dispatch.ONE_TO_ALL
-    if not isinstance(mode, DispatchMode):
-        raise Refused("a dispatch mode is a DispatchMode", have=repr(mode), want="Dispatch.X or on_mesh(name)")
-    if mode.mesh is not None and execute_mode is Execute.RANK_ZERO:
+    ready = isinstance(mode, str) and isinstance(getattr(Dispatch, mode, None), DispatchMode)
+    if ready or not isinstance(mode, DispatchMode | str):
+        want = f"Dispatch.{mode}, the object" if ready else "Dispatch.X, on_mesh(name), or the name of a plugin's mode"
+        raise Refused("a ready dispatch mode is a DispatchMode", have=repr(mode), want=want)
+    if isinstance(mode, DispatchMode) and mode.mesh is not None and execute_mode is Execute.RANK_ZERO:
         raise Refused(
             "a method that is dealt over a mesh runs on all its ranks",
             have="Execute.RANK_ZERO",
@@ -74,13 +82,38 @@ def register(
     if uneven not in get_args(Uneven):
         raise Refused(f"unknown policy {uneven!r} for uneven rows", want=get_args(Uneven))
     check_reducers(reducers or {})
-    spec = MethodSpec(mode, execute_mode, blocking, rows_per_input, num_blocks, uneven, reducers or {}, timeout_s)
+    spec = MethodSpec(
+        mode,
+        execute_mode,
+        blocking,
+        rows_per_input,
+        num_blocks,
+        uneven,
+        reducers or {},
+        timeout_s,
+        None if columns is None else frozenset(columns),
+        reads_only,
+    )
 
     def mark(function: F) -> F:
         setattr(function, _SPEC, spec)
         return function
 
     return mark
+
+
+def named_mode(name: str) -> DispatchMode:
+    """The mode that a plugin offers under this name, by a manifest of kind "dispatch_mode".
+
+    Raises:
+        RegistryError: unknown, ambiguous or not usable.
+    """
+    from core.registry import EngineRegistry
+
+    mode = EngineRegistry.default().load(name, "dispatch_mode")
+    if not isinstance(mode, DispatchMode):
+        raise Refused(f"the dispatch mode {name!r} is no DispatchMode", have=repr(mode))
+    return mode
 
 
 def method_specs(cls: type) -> dict[str, tuple[MethodSpec, Callable[..., Any]]]:
@@ -166,12 +199,12 @@ def _list_by_rank(call: Call, answers: Mapping[int, Any]) -> Any:
 
 
 def _is_batch(value: Any) -> bool:
-    """core.rows.is_batch, without importing torch where nobody has."""
+    """A TensorDict of columns, or one that lies elsewhere; asked without importing torch where nobody has."""
     if "tensordict" not in sys.modules:
         return False
     from core.rows import is_batch
 
-    return is_batch(value)
+    return is_batch(value) or is_remote(value)
 
 
 def _batch_rows(call: Call) -> int | None:
@@ -195,25 +228,30 @@ def _batch_rows(call: Call) -> int | None:
     return next(iter(sizes.values()), None)
 
 
-def _shards(call: Call, route: Route, num_rows: int) -> tuple[Shard, ...]:
-    return deal_rows(num_rows, route.dp_size, call.setting(call.spec.num_blocks), call.where, call.spec.uneven)
-
-
 def _deal(call: Call, route: Route) -> Sequence[RankCall]:
     num_rows = _batch_rows(call)
     if num_rows is None:
         return _as_given(call)
-    call.setting(call.spec.rows_per_input)  # a setting that fails does so before anybody runs
-    from core.rows import Rows
+    spec = call.spec
+    call.per_input = call.setting(spec.rows_per_input)
+    shards = deal_rows(num_rows, route.dp_size, call.setting(spec.num_blocks), call.where, spec.uneven)
+    call.shards, filled = shards, _has_filler(shards)
 
-    shards = _shards(call, route, num_rows)
-    filled = _has_filler(shards)
-    args = [Rows.of(value) if _is_batch(value) else value for value in call.arguments.args]
-    kwargs = {key: Rows.of(value) if _is_batch(value) else value for key, value in call.arguments.kwargs.items()}
+    def apart(value: Any) -> Any:
+        if not _is_batch(value):
+            return value
+        from core.rows import Rows
+
+        rows = value if is_remote(value) else Rows.of(value)
+        wanted = spec.columns
+        return rows if wanted is None else rows.only(lambda name: name in wanted or name == "row_weight")
+
+    args = [apart(value) for value in call.arguments.args]
+    kwargs = {key: apart(value) for key, value in call.arguments.kwargs.items()}
 
     def for_shard(shard: Shard) -> RankCall:
         def mine(value: Any) -> Any:
-            return cut(value, shard, filled) if is_rows(value) else value
+            return cut(value, shard, filled) if is_rows(value) or is_remote(value) else value
 
         return RankCall(tuple(map(mine, args)), {key: mine(value) for key, value in kwargs.items()}, shard)
 
@@ -224,21 +262,17 @@ def _deal(call: Call, route: Route) -> Sequence[RankCall]:
 def _join(call: Call, route: Route, answers: Mapping[int, Any]) -> Any:
     by_dp = [answers[rank] for rank in route.collectors]
     where = f"the answer of {call.where}"
-    given = _batch_rows(call)
-    per_input = call.setting(call.spec.rows_per_input) if given is not None else None
-    if given is None or per_input is None:
+    shards, per_input = call.shards, call.per_input
+    if shards is None or per_input is None:
         return _batches(join_answers(by_dp, where, route.collectors, None, call.spec.reducers), lambda rows: rows)
-    shards = _shards(call, route, given)
     num_rows = [per_input * sum(shard.sizes) for shard in shards]
     batches = [value for value in (*call.arguments.args, *call.arguments.kwargs.values()) if _is_batch(value)]
     # Weights that came with the filler go with it.
-    ours = _has_filler(shards) and all(batch.get("row_weight", None) is None for batch in batches)
+    ours = _has_filler(shards) and not any("row_weight" in batch.keys() for batch in batches)  # noqa: SIM118
 
     def restore(rows: Any) -> Any:
         rows = in_order(rows, shards, per_input)
-        if ours:
-            rows.columns.pop("row_weight", None)
-        return rows
+        return rows.only(lambda name: name != "row_weight") if ours else rows
 
     return _batches(join_answers(by_dp, where, route.collectors, num_rows, call.spec.reducers), restore)
 
@@ -259,7 +293,7 @@ def _batches(result: Any, restore: Callable[[Any], Any]) -> Any:
             return type(rows).concat([rows])
 
         return [_batches(item, own) for item in result]
-    return restore(result).batch() if is_rows(result) else result
+    return restore(result).batch() if is_rows(result) or is_remote(result) else result
 
 
 # ------------------------------------------------------------------------------------------------ ready modes
@@ -278,6 +312,7 @@ def on_mesh(name: str) -> DispatchMode:
         answering=lambda call: call.route(name).collected,
         mesh=name,
         joins_rows=True,
+        remote=True,
     )
 
 
@@ -296,6 +331,7 @@ def _proto(name: str) -> DispatchMode:
         lambda call: _deal(call, _over_world(call)),
         lambda call, answers: _join(call, _over_world(call), answers),
         joins_rows=True,
+        remote=True,
     )
 
 
@@ -315,13 +351,13 @@ def _not_from_here(call: Call) -> Sequence[RankCall]:
 class Dispatch:
     """The ready dispatch modes."""
 
-    RANK_ZERO = DispatchMode("RANK_ZERO", _to_rank_zero, lambda call, answers: answers[0])
+    RANK_ZERO = DispatchMode("RANK_ZERO", _to_rank_zero, lambda call, answers: answers[0], remote=True)
     """Runs on rank 0 alone; its value."""
 
-    ONE_TO_ALL = DispatchMode("ONE_TO_ALL", _to_all, _list_by_rank)
+    ONE_TO_ALL = DispatchMode("ONE_TO_ALL", _to_all, _list_by_rank, remote=True)
     """The same arguments to every rank; a list by rank."""
 
-    ALL_TO_ALL = DispatchMode("ALL_TO_ALL", _as_given, _list_by_rank)
+    ALL_TO_ALL = DispatchMode("ALL_TO_ALL", _as_given, _list_by_rank, remote=True)
     """Arguments as given: a PerRank gives each rank its own, everything else is the same for all. A list by rank."""
 
     DP_COMPUTE = DispatchMode("DP_COMPUTE", _by_rank, _list_by_rank)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 import inspect
 import pickle
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import attrs
 
-from core.calls import Call, Execute, MethodSpec, PerRank, RankCall
-from core.dispatch import method_specs
+from core.calls import Call, Execute, MethodSpec, Order, RankCall
+from core.dispatch import method_specs, named_mode
 from core.errors import DeadlineExceeded, ManymeshError, Refused, WorkerFailed
+from core.future import Future, resolved
 from core.host import Answered, Died, Identity, Outcome, Raised, RefusedIt
 from core.mesh import Route
+from core.observe import Observers
 from core.wire import decode
 
 
@@ -45,14 +48,20 @@ class Ticket(Protocol):
 
 
 class Transport(Protocol):
-    """Carries calls to workers. The driver's only way to them."""
+    """Carries calls to workers. The driver's only way to them.
+
+    Attributes:
+        keeps: kind of the store in which it can keep batches of answers; "" where it has none. Rows go from the workers
+            of one transport to those of another of the same kind.
+    """
 
     world_size: int
     identities: list[Identity]
+    keeps: str
 
-    def construct(self, cls_with_args: RayClassWithInitArgs) -> Ticket: ...
+    def construct(self, cls_with_args: RayClassWithInitArgs, observers: tuple[object, ...]) -> Ticket: ...
     def route(self, mesh: str) -> Ticket: ...
-    def run(self, method: str, calls: Mapping[int, RankCall], answering: frozenset[int]) -> Ticket: ...
+    def run(self, order: Order, calls: Mapping[int, RankCall], answering: frozenset[int]) -> Ticket: ...
     def shutdown(self) -> Ticket: ...
     def end(self) -> None:
         """End all workers' processes now. Can be called twice."""
@@ -61,30 +70,6 @@ class Transport(Protocol):
     def log_tail(self, rank: int) -> tuple[str, ...]:
         """Last lines that the rank's process wrote; empty where they can't be had."""
         ...
-
-
-class Future:
-    """A call's result, later. Hand it to another group's method as it is, or ask for `result()`."""
-
-    def __init__(self, ticket: Ticket, finish: Callable[[], Any]) -> None:
-        self._ticket, self._finish = ticket, finish
-        self._outcome: tuple[bool, Any] | None = None
-
-    def done(self) -> bool:
-        """Whether `result` would return at once."""
-        return self._outcome is not None or self._ticket.done()
-
-    def result(self) -> Any:
-        """Wait for the result. Raises what a blocking call would; a second call gives the same."""
-        if self._outcome is None:
-            try:
-                self._outcome = True, self._finish()
-            except ManymeshError as error:
-                self._outcome = False, error
-        ok, value = self._outcome
-        if not ok:
-            raise value
-        return value
 
 
 class WorkerGroup:
@@ -96,6 +81,7 @@ class WorkerGroup:
         name: for errors.
         timeout_s: deadline of a call that declares none.
         start_timeout_s: deadline of construction.
+        observers: are told of every call; see core.observe and core.hookspecs.
 
     Raises:
         Refused: a registered method has a reserved name, or all constructors refused.
@@ -110,6 +96,7 @@ class WorkerGroup:
         name: str | None = None,
         timeout_s: float = 7200.0,
         start_timeout_s: float = 300.0,
+        observers: Sequence[object] = (),
     ) -> None:
         self.name = name or cls_with_args.cls.__name__
         self._transport, self._timeout_s, self._cls = transport, timeout_s, cls_with_args.cls
@@ -117,9 +104,12 @@ class WorkerGroup:
         self._failure: ManymeshError | None = None
         self._closed = False
         self._under_way: list[Future] = []
+        self._observers = Observers(observers)
         try:
             self._specs = self._bind(cls_with_args.cls)
-            self._settle(transport.construct(cls_with_args), "__init__", None, start_timeout_s)
+            self._settle(
+                transport.construct(cls_with_args, self._observers.of_workers()), "__init__", None, start_timeout_s
+            )
         except BaseException:
             transport.end()
             self._closed = True
@@ -202,9 +192,13 @@ class WorkerGroup:
                 where=f"group {self.name!r}",
                 mend="rename the worker's methods",
             )
+        specs = {}
         for name, (spec, function) in methods.items():
+            if isinstance(spec.dispatch_mode, str):
+                spec = attrs.evolve(spec, dispatch_mode=named_mode(spec.dispatch_mode))
+            specs[name] = spec
             setattr(self, name, self._bound(name, spec, function))
-        return {name: spec for name, (spec, _) in methods.items()}
+        return specs
 
     def _bound(self, name: str, spec: MethodSpec, function: Callable[..., Any]) -> Callable[..., Any]:
         full = inspect.signature(function)
@@ -227,10 +221,12 @@ class WorkerGroup:
 
     def _submit(self, method: str, spec: MethodSpec, arguments: inspect.BoundArguments) -> Future:
         self._check_alive(method)
-        for key, value in arguments.arguments.items():
-            arguments.arguments[key] = _resolved(value)
+        mode, began = spec.mode, time.perf_counter()
         call = Call(self.name, self.world_size, method, spec, arguments, self.route)
-        mode = spec.dispatch_mode
+        for key, value in arguments.arguments.items():
+            arguments.arguments[key] = resolved(value, call.where, remote=mode.remote and bool(self._transport.keeps))
+        if self._observers:
+            self._observers.tell("manymesh_before_dispatch", call=call)
         dealt = mode.dispatch(call)
         if len(dealt) != self.world_size:
             raise Refused(
@@ -243,17 +239,37 @@ class WorkerGroup:
         if spec.execute_mode is Execute.RANK_ZERO:
             calls = {0: calls[0]}
         answering = mode.answering(call) if mode.answering else frozenset(calls)
-        ticket = self._transport.run(method, calls, answering)
+        keep = not spec.blocking and mode.remote and mode.joins_rows and bool(self._transport.keeps)
+        ticket = self._transport.run(Order(method, spec.mesh, spec.reads_only, keep), calls, answering)
         timeout_s = spec.timeout_s or self._timeout_s
+        if self._observers:
+            seconds = time.perf_counter() - began
+            self._observers.tell("manymesh_after_dispatch", call=call, sent=calls, seconds=seconds)
 
         def finish() -> Any:
-            self._wait_for_earlier(future)
-            answers = self._settle(ticket, method, spec.mesh, timeout_s, rows=mode.joins_rows)
-            return mode.collect(call, {rank: answers[rank] for rank in answering})
+            answers: dict[int, Any] | None = None
+            failed: BaseException | None = None
+            try:
+                self._wait_for_earlier(future)
+                answers = self._settle(ticket, method, spec.mesh, timeout_s, rows=mode.joins_rows)
+                result = mode.collect(call, {rank: answers[rank] for rank in answering})
+                return self._stay(result, call.where) if keep else result
+            except BaseException as error:
+                failed = error
+                raise
+            finally:
+                if self._observers:
+                    facts = {"answers": answers, "seconds": time.perf_counter() - began, "error": failed}
+                    self._observers.tell("manymesh_after_collect", call=call, **facts)
 
         future = Future(ticket, finish)
         self._under_way.append(future)
         return future
+
+    def _stay(self, result: Any, where: str) -> Any:
+        from core.remote import stays
+
+        return stays(result, self._transport, where)
 
     def _wait_for_earlier(self, future: Future | None) -> None:
         """Settle the calls before `future`, or all of them.
@@ -364,15 +380,3 @@ def _loaded(error: bytes | None) -> BaseException | None:
         loaded = pickle.loads(error) if error else None
         return loaded if isinstance(loaded, BaseException) else None
     return None
-
-
-def _resolved(value: Any) -> Any:
-    if isinstance(value, Future):
-        return value.result()
-    if isinstance(value, PerRank):
-        return PerRank([_resolved(item) for item in value.values])
-    if type(value) in (tuple, list):
-        return type(value)(_resolved(item) for item in value)
-    if type(value) is dict:
-        return {key: _resolved(item) for key, item in value.items()}
-    return value

@@ -12,10 +12,13 @@ from typing import Any
 
 import attrs
 
-from core.calls import RankCall
+from core.calls import Order, RankCall
 from core.errors import Refused
-from core.wire import decode, encode
+from core.observe import Observers
+from core.wire import contents, decode, digests, encode
 from core.worker import WorkerContext, placed
+
+CHECK_READS = "MANYMESH_CHECK_READS"
 
 
 @attrs.frozen
@@ -65,8 +68,10 @@ class WorkerHost:
 
     def __init__(self) -> None:
         self._worker: Any = None
-        self._context = WorkerContext()
+        self.context = WorkerContext()
         self._listener: socket.socket | None = None
+        self.made: Any = None
+        self._observers = Observers()
 
     def open_rendezvous(self, address: str) -> int:
         """Listen on a port of the system's choice, for the store that rank 0 will serve there."""
@@ -76,13 +81,34 @@ class WorkerHost:
         self._listener.listen(1024)
         return int(self._listener.getsockname()[1])
 
+    @property
+    def worker(self) -> Any:
+        return self._worker
+
+    def fetch(self, handles: Any) -> list[Any]:
+        """Values of the transport's store."""
+        raise NotImplementedError
+
+    def keep(self, value: Any) -> Any:
+        """Put a value into the transport's store; its handle."""
+        raise NotImplementedError
+
     def construct(
-        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], context: WorkerContext, *, set_env: bool
+        self,
+        cls: type,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context: WorkerContext,
+        observers: tuple[object, ...] = (),
+        *,
+        set_env: bool,
     ) -> Outcome:
         """Take a place and make the worker there."""
-        self._context = attrs.evolve(context, listener=self._listener)
+        if observers:
+            self.made, self._observers = (cls, args, kwargs), Observers(observers)
+        self.context = attrs.evolve(context, listener=self._listener)
         if set_env:
-            os.environ.update(self._context.environment())
+            os.environ.update(self.context.environment())
 
         def make() -> None:
             self._worker = cls(*decode(args), **decode(kwargs))
@@ -98,23 +124,43 @@ class WorkerHost:
 
         return self._guarded(look)
 
-    def run(self, method: str, call: RankCall, answer: bool) -> Outcome:
-        """Call the worker's method with private copies of the arguments."""
+    def run(self, order: Order, call: RankCall, answer: bool) -> Outcome:
+        """Call the worker's method with private copies of the arguments, or with shared ones if it only reads."""
 
         def go() -> Any:
-            args, kwargs = decode(call.args), decode(dict(call.kwargs))
-            value = getattr(self._worker, method)(*args, **kwargs)
+            checked = order.reads_only and os.environ.get(CHECK_READS, "0") not in ("", "0")
+            shared = order.reads_only and not checked
+            args = decode(call.args, reads_only=shared, get=self.fetch)
+            kwargs = decode(dict(call.kwargs), reads_only=shared, get=self.fetch)
+            given = contents(args, kwargs) if checked else {}
+            before = digests(given)
+            value = getattr(self._worker, order.method)(*args, **kwargs)
+            if written := [what for what, each in digests(given).items() if before[what] != each]:
+                who = f"rank {self.context.rank} wrote to {', '.join(written)}"
+                raise RuntimeError(f"method {order.method!r} is registered with reads_only=True, but {who}")
             return value if answer else None
 
-        return self._guarded(go, call)
+        if not self._observers:
+            return self._guarded(go, call, order.keep)
+        facts: dict[str, Any] = {"host": self, "order": order, "call": call}
+        self._observers.tell("manymesh_before_method", **facts)
+        began = time.perf_counter()
+        outcome = self._guarded(go, call, order.keep)
+        self._observers.tell("manymesh_after_method", outcome=outcome, seconds=time.perf_counter() - began, **facts)
+        return outcome
 
     def shutdown(self) -> Outcome:
         return self._guarded(lambda: self._worker.shutdown() if hasattr(self._worker, "shutdown") else None)
 
-    def _guarded(self, action: Any, call: RankCall | None = None) -> Outcome:
+    def _guarded(self, action: Any, call: RankCall | None = None, keep: bool = False) -> Outcome:
         try:
-            with placed(self._context, call.shard if call else None):
-                return Answered(encode(action()))
+            with placed(self.context, call.shard if call else None):
+                value = encode(action())
+            if keep:
+                from core.remote import kept
+
+                value = kept(value, self.context.rank, self.keep)
+            return Answered(value)
         except Refused as error:
             if _pickled(error) is None:
                 error.have, error.want = repr(error.have), repr(error.want)

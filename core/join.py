@@ -48,9 +48,17 @@ def check_reducers(reducers: Mapping[str, Reducer]) -> None:
 
 
 def is_rows(value: Any) -> bool:
-    """A batch in pieces (core.rows.Rows), asked without importing torch where nobody has."""
-    module = sys.modules.get("core.rows")
-    return module is not None and isinstance(value, module.Rows)
+    """A batch in pieces (core.rows.Rows, or Kept elsewhere), asked without importing torch where nobody has."""
+    module, remote = sys.modules.get("core.rows"), sys.modules.get("core.remote")
+    return (module is not None and isinstance(value, module.Rows)) or (
+        remote is not None and isinstance(value, remote.Kept)
+    )
+
+
+def is_remote(value: Any) -> bool:
+    """A joined batch that lies elsewhere (core.remote.RemoteRows)."""
+    module = sys.modules.get("core.remote")
+    return module is not None and isinstance(value, module.RemoteRows)
 
 
 def join_answers(

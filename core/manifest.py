@@ -13,8 +13,8 @@ import attrs
 from core.errors import Refused
 from core.mesh import MeshLayout, Route
 
-Kind = Literal["engine", "rollout", "transfer"]
-KINDS: tuple[Kind, ...] = ("engine", "rollout", "transfer")
+Kind = Literal["engine", "rollout", "transfer", "dispatch_mode"]
+KINDS: tuple[Kind, ...] = ("engine", "rollout", "transfer", "dispatch_mode")
 
 
 class Capability(StrEnum):
@@ -100,8 +100,9 @@ class Manifest:
     Attributes:
         kind, name: the key under which users ask for it, e.g. ("engine", "fsdp").
         factory: called in the worker as `factory(config, device=...)`, and with `model_type=...` too where model_types
-            has several: the one that was asked for, None where that was left open.
-        config: attrs class that holds its options.
+            has several: the one that was asked for, None where that was left open. Of a dispatch mode: the
+            core.DispatchMode object itself.
+        config: attrs class that holds its options. A dispatch mode has none.
         planner: see Planner. None: the backend plans nothing before it is built.
         model_types: "language_model", "value_model".
         devices: torch device types.
@@ -114,7 +115,7 @@ class Manifest:
     kind: Kind = attrs.field(validator=attrs.validators.in_(KINDS))
     name: str = attrs.field(validator=attrs.validators.matches_re(r"[^:\s]+"))  # users write dist:name
     factory: str = attrs.field(validator=_module_object)
-    config: str = attrs.field(validator=_module_object)
+    config: str | None = attrs.field(default=None, validator=_module_object)
     planner: str | None = attrs.field(default=None, validator=_module_object)
     model_types: frozenset[str] = attrs.field(default=frozenset({"language_model"}), converter=_names)
     devices: frozenset[str] = attrs.field(default=frozenset({"cpu", "cuda"}), converter=_names)
@@ -123,6 +124,12 @@ class Manifest:
     requires: tuple[tuple[str, ...], ...] = attrs.field(default=(), validator=_groups)
     env: str | None = None
     summary: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        if self.config is None and self.kind != "dispatch_mode":
+            raise Refused(
+                "a manifest names the class of its options", have="no config", where=f"{self.kind} {self.name!r}"
+            )
 
 
 @attrs.frozen

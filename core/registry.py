@@ -40,31 +40,14 @@ class EngineRegistry:
         return _default()
 
     @classmethod
-    def get(
-        cls,
-        name: str,
-        kind: Kind = "engine",
-        model_type: str | None = None,
-        device: str | None = None,
-        vendor: str | None = None,
-    ) -> Entry:
+    def get(cls, *args: Any, **kwargs: Any) -> Entry:
         """`resolve` of the process's own registry."""
-        return cls.default().resolve(name, kind, model_type, device, vendor)
+        return cls.default().resolve(*args, **kwargs)
 
     @classmethod
-    def new(
-        cls,
-        model_type: str | None,
-        backend: str,
-        config: Any,
-        device: str | None = None,
-        kind: Kind = "engine",
-        *,
-        vendor: str | None = None,
-        expect: Choice | None = None,
-    ) -> Any:
+    def new(cls, *args: Any, **kwargs: Any) -> Any:
         """`build` of the process's own registry."""
-        return cls.default().build(model_type, backend, config, device, kind, vendor=vendor, expect=expect)
+        return cls.default().build(*args, **kwargs)
 
     def resolve(
         self,
@@ -147,6 +130,10 @@ class EngineRegistry:
         several = entry.manifest is not None and len(entry.manifest.model_types) > 1
         asked = {"model_type": model_type} if several else {}
         return _load(entry, "factory")(options, device=device, **asked)
+
+    def load(self, name: str, kind: Kind) -> Any:
+        """What the manifest's factory names, imported but not called. Raises RegistryError as `resolve`."""
+        return _load(self.resolve(name, kind), "factory")
 
     def plan(
         self, backend: str, config: Any, world_size: int, model: ModelFacts | None, kind: Kind = "engine"

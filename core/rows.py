@@ -8,7 +8,7 @@ rows.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -29,11 +29,34 @@ class Jagged:
     offsets: int
 
 
-@attrs.frozen(eq=False, slots=True)
 class Objects:
-    """One Python object a row."""
+    """One Python object a row, or the pickles of runs of them until somebody reads `values`.
 
-    values: list[Any]
+    So object columns that a worker passes on unread cost it nothing.
+    """
+
+    __slots__ = ("_values", "pickles")
+
+    def __init__(self, values: list[Any] | None, pickles: Sequence[bytes] = ()) -> None:
+        self._values, self.pickles = values, tuple(pickles)
+
+    @property
+    def values(self) -> list[Any]:
+        if self._values is None:
+            self._values = [value for each in self.pickles for value in pickle.loads(each)]
+            self.pickles = ()  # whoever reads an object can change it
+        return self._values
+
+    def pickled(self) -> Objects:
+        """The form that crosses between processes."""
+        if self._values is None:
+            return self
+        from ray import cloudpickle
+
+        return Objects(None, [cloudpickle.dumps(self._values)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Objects, (self._values, self.pickles)
 
 
 @attrs.frozen(eq=False, slots=True)
@@ -66,7 +89,7 @@ class Rows:
 
         def apart(column: Any) -> Any:
             if isinstance(column, NonTensorStack):
-                return Objects([item.data for item in column.tensordicts])
+                return objects_of(column)
             if isinstance(column, NonTensorData):
                 return Metadata(column.data)
             if isinstance(column, TensorDictBase):
@@ -91,7 +114,7 @@ class Rows:
                     offsets = self.offsets[column.offsets].to(column.values.device)
                     column = torch.nested.nested_tensor_from_jagged(column.values, offsets)
                 case Objects():
-                    column = object_column(column.values)
+                    column = ObjectColumn.of(column, self.num) if self.num else object_column(column.values)
                 case Metadata():
                     column = NonTensorData(column.value, batch_size=[self.num])
                 case Rows():
@@ -144,19 +167,30 @@ class Rows:
 
         return self._map(len(index), pick, new)
 
+    def weighted(self, real: torch.Tensor) -> Rows:
+        """The same with `row_weight`, which is 0 where `real` (bool, by row) is not."""
+        weight = self.columns.get("row_weight", torch.ones(self.num))
+        return Rows(self.num, {**self.columns, "row_weight": weight * real}, self.offsets)
+
+    def only(self, wanted: Callable[[str], bool]) -> Rows:
+        """The same of fewer columns."""
+        return Rows(self.num, {name: each for name, each in self.columns.items() if wanted(name)}, self.offsets)
+
     def _map(self, num: int, of_column: Callable[[Any], Any], offsets: list[torch.Tensor]) -> Rows:
         return Rows(num, {name: of_column(column) for name, column in self.columns.items()}, offsets)
 
-    def map_tensors(self, function: Callable[[Any], Any]) -> Rows:
-        """The same with every tensor replaced, for instance by its form on the wire."""
+    def map_tensors(self, function: Callable[[Any], Any], objects: Callable[[Any], Any] = lambda each: each) -> Rows:
+        """The same with every tensor and object column replaced, for instance by its form on the wire."""
 
         def of(column: Any) -> Any:
             match column:
                 case Jagged():
                     return Jagged(function(column.values), column.offsets)
                 case Rows():
-                    return column.map_tensors(function)
-                case Objects() | Metadata():
+                    return column.map_tensors(function, objects)
+                case Objects():
+                    return objects(column)
+                case Metadata():
                     return column
             return function(column)
 
@@ -171,22 +205,12 @@ class Rows:
         """
         if not parts:
             raise Refused("there is no batch to concatenate", where=where)
-        if len({frozenset(part.columns) for part in parts}) != 1:
-            have = {i: sorted(part.columns) for i, part in enumerate(parts)}
-            raise Refused("batches to be joined have different columns", have=have, where=where)
+        check_forms([{name: form_of(each) for name, each in part.columns.items()} for part in parts], where)
         offsets: list[torch.Tensor] = []
         joined: dict[tuple[int, ...], int] = {}  # which of the parts' offsets were joined to which
 
         def join(name: str) -> Any:
             columns = [part.columns[name] for part in parts]
-            if len({_form(column) for column in columns}) != 1:
-                same_but_width = len({_form(column)[:2] for column in columns}) == 1
-                raise Refused(
-                    f"column {name!r} cannot be joined",
-                    have=[_form(column) for column in columns],
-                    where=where,
-                    mend="return token columns jagged" if same_but_width else "",
-                )
             match columns[0]:
                 case Jagged():
                     key = tuple(column.offsets for column in columns)
@@ -196,11 +220,11 @@ class Rows:
                         offsets.append(starts(torch.cat(lengths)))
                     return Jagged(torch.cat([column.values for column in columns]), joined[key])
                 case Objects():
+                    if all(column.pickles for column in columns):
+                        return Objects(None, [each for column in columns for each in column.pickles])
                     return Objects([value for column in columns for value in column.values])
-                case Metadata(value):
-                    if not all(_equal(column.value, value) for column in columns):
-                        have = [column.value for column in columns]
-                        raise Refused(f"metadata {name!r} differs between shards", have=have, where=where)
+                case Metadata():
+                    check_metadata(name, [column.value for column in columns], where)
                     return columns[0]
                 case Rows():
                     return Rows.concat(columns, where)
@@ -215,12 +239,53 @@ def is_batch(value: object) -> bool:
     return isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack | NonTensorData)
 
 
+class ObjectColumn(NonTensorStack):
+    """An object column that makes its NonTensorData, one a row at some microseconds each, when one is looked at."""
+
+    unread: Objects | None
+    _members: list[Any]
+
+    @classmethod
+    def of(cls, objects: Objects, num: int) -> ObjectColumn:
+        column: ObjectColumn = cls(NonTensorData(None))
+        column._batch_size, column._members, column.unread = torch.Size([num]), [], objects
+        return column
+
+    @property
+    def tensordicts(self) -> list[Any]:
+        if self.unread is not None:
+            self._members, self.unread = [NonTensorData(value) for value in self.unread.values], None
+        return self._members
+
+    @tensordicts.setter
+    def tensordicts(self, members: list[Any]) -> None:
+        self._members, self.unread = members, None
+
+    def _has_names(self) -> bool:
+        return self.unread is None and bool(super()._has_names())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return object_column, (objects_in(self),)
+
+
+def objects_of(column: NonTensorStack) -> Objects:
+    pickles = getattr(getattr(column, "unread", None), "pickles", ())
+    return Objects(None, pickles) if pickles else Objects(objects_in(column))
+
+
+def objects_in(column: NonTensorStack) -> list[Any]:
+    unread = getattr(column, "unread", None)
+    return [item.data for item in column.tensordicts] if unread is None else list(unread.values)
+
+
+def read(column: Any) -> Any:
+    """A column as it is; of an object column its objects."""
+    return objects_in(column) if isinstance(column, NonTensorStack) else column
+
+
 def object_column(values: Sequence[Any]) -> NonTensorStack:
     """One Python object a row, kept by identity."""
-    if values and not any(isinstance(value, list | tuple) for value in values):
-        stack: NonTensorStack = NonTensorStack.from_list(list(values))  # quicker, but it would open lists
-        return stack
-    return NonTensorStack(*[NonTensorData(value) for value in values])
+    return ObjectColumn.of(Objects(list(values)), len(values)) if values else NonTensorStack()
 
 
 def contiguous(column: Any) -> Any:
@@ -246,13 +311,36 @@ def starts(lengths: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(lengths.to(torch.int64).cumsum(0), (1, 0))
 
 
-def _form(column: Any) -> tuple[Any, ...]:
+def form_of(column: Any) -> tuple[Any, ...]:
+    """What columns must have in common to be joined; of tensors, or of their form on the wire."""
     match column:
         case Jagged():
             return ("jagged", str(column.values.dtype), *column.values.shape[1:])
-        case torch.Tensor():
-            return ("dense", str(column.dtype), *column.shape[1:])
-    return (type(column).__name__.lower(),)
+        case Objects() | Metadata() | Rows():
+            return (type(column).__name__.lower(),)
+    return ("dense", str(column.dtype), *column.shape[1:])
+
+
+def check_forms(parts: Sequence[Mapping[str, tuple[Any, ...]]], where: str) -> None:
+    """Raises Refused where the parts' columns, each a form by name, cannot be joined."""
+    if len({frozenset(part) for part in parts}) != 1:
+        have = {i: sorted(part) for i, part in enumerate(parts)}
+        raise Refused("batches to be joined have different columns", have=have, where=where)
+    for name in parts[0]:
+        forms = [part[name] for part in parts]
+        if len(set(forms)) != 1:
+            raise Refused(
+                f"column {name!r} cannot be joined",
+                have=forms,
+                where=where,
+                mend="return token columns jagged" if len({form[:2] for form in forms}) == 1 else "",
+            )
+
+
+def check_metadata(name: str, values: Sequence[Any], where: str) -> None:
+    """Raises Refused where metadata are not the same in all parts."""
+    if not all(_equal(value, values[0]) for value in values):
+        raise Refused(f"metadata {name!r} differs between shards", have=list(values), where=where)
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 from core.calls import Uneven
 from core.errors import Refused
 from core.worker import Shard
-
-if TYPE_CHECKING:
-    from core.rows import Rows
 
 
 def deal_rows(num_rows: int, dp_size: int, num_blocks: int, where: str, uneven: Uneven = "error") -> tuple[Shard, ...]:
@@ -45,29 +45,67 @@ def deal_rows(num_rows: int, dp_size: int, num_blocks: int, where: str, uneven: 
     return tuple(Shard(tuple(each)) for each in blocks)
 
 
-def cut(rows: Rows, shard: Shard, with_weights: bool) -> Rows:
-    """The shard's rows. Filler is copies of real rows with `row_weight` 0.
+def cut(rows: Any, shard: Shard, with_weights: bool) -> Any:
+    """The shard's rows of Rows, or what it takes to fetch them of RemoteRows. Filler is copies of real rows with
+    `row_weight` 0.
 
     Args:
         with_weights: add the column `row_weight`: where any shard has filler all shards need it.
     """
+    remote = hasattr(rows, "piece")
     if not with_weights:
-        return rows.take([(start, stop) for start, stop, _ in shard.blocks])
+        ranges = [(start, stop) for start, stop, _ in shard.blocks]
+        return rows.piece(ranges) if remote else rows.take(ranges)
+    real = [row >= 0 for row in shard.row_numbers()]
+    if remote:
+        ranges = []
+        for start, stop, filler in shard.blocks:
+            ranges += [(start, stop), *[(max(stop - 1, 0), max(stop, 1))] * filler]
+        return rows.piece(ranges, real)
     import torch
-
-    from core.rows import Rows
 
     index: list[int] = []
     for start, stop, filler in shard.blocks:
         index += [*range(start, stop), *[max(stop - 1, 0)] * filler]
-    out = rows.select(torch.tensor(index))
-    weight = out.columns.get("row_weight", torch.ones(len(index)))
-    real = torch.tensor(shard.row_numbers()) >= 0
-    return Rows(out.num, {**out.columns, "row_weight": weight * real}, out.offsets)
+    return rows.select(torch.tensor(index)).weighted(torch.tensor(real))
 
 
-def in_order(rows: Rows, shards: tuple[Shard, ...], per_input: int) -> Rows:
-    """Joined answers in the order of the driver's rows, without those of filler."""
+Run = tuple[int, int, int]  # rows start..stop-1 of a part: (part, start, stop)
+
+
+def runs_of(shards: Sequence[Shard], per_input: int) -> tuple[Run, ...]:
+    """Where the driver's rows lie in the answers of the dp ranks, in the driver's order, without those of filler."""
+    found = []
+    for part, shard in enumerate(shards):
+        at = 0
+        for start, stop, filler in shard.blocks:
+            found.append((start, part, at * per_input, (at + stop - start) * per_input))
+            at += stop - start + filler
+    return tuple((part, first, behind) for _, part, first, behind in sorted(found) if behind > first)
+
+
+def located(runs: Sequence[Run], ranges: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
+    """The runs that hold rows start..stop-1 of each range, in the order of the ranges.
+
+    Args:
+        runs: one after another they are the rows that ranges count.
+    """
+    edges = [0, *accumulate(stop - start for _, start, stop in runs)]
+    found: list[Run] = []
+    for low, high in ranges:
+        at = bisect_right(edges, low) - 1
+        while low < high:
+            part, start, _ = runs[at]
+            until = min(high, edges[at + 1])
+            found.append((part, start + low - edges[at], start + until - edges[at]))
+            low, at = until, at + 1
+    return tuple(found)
+
+
+def in_order(rows: Any, shards: tuple[Shard, ...], per_input: int) -> Any:
+    """Joined answers (Rows, or RemoteRows) in the order of the driver's rows, without those of filler."""
+    if hasattr(rows, "in_order"):
+        return rows.in_order(shards, per_input)
     if all(len(shard.blocks) == 1 and not shard.blocks[0][2] for shard in shards):
         return rows  # one run each, so the shards one after another are in order
     import torch

@@ -389,7 +389,9 @@ def test_a_mode_of_ones_own_is_an_object_handed_to_register() -> None:
 
 def test_what_cannot_be_registered_is_refused() -> None:
     with pytest.raises(Refused, match="DispatchMode"):
-        register("ONE_TO_ALL")  # type: ignore[arg-type]
+        register("ONE_TO_ALL")
+    with pytest.raises(Refused, match="DispatchMode"):
+        register(7)  # type: ignore[arg-type]
     with pytest.raises(Refused, match="'mean'"):
         register(on_mesh("m"), reducers={"loss": "means"})
     with pytest.raises(Refused, match="rows_per_input"):

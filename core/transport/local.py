@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 
-from core.calls import RankCall
+from core.calls import Order, RankCall
 from core.errors import Refused
 from core.group import RayClassWithInitArgs, WorkerGroup
 from core.host import Answered, Identity, Outcome, Raised, WorkerHost
@@ -41,13 +41,15 @@ class _Ended:
 class LocalTransport:
     """Workers in this process, one after the other. After a rank that fails the others are not called."""
 
+    keeps = ""  # batches are in the driver's process anyway
+
     def __init__(self, world_size: int, group: str) -> None:
         self.world_size = world_size
         self.identities = [Identity("local", "127.0.0.1", os.getpid()) for _ in range(world_size)]
         self._group = group
         self._hosts = [WorkerHost() for _ in range(world_size)]
 
-    def construct(self, cls_with_args: RayClassWithInitArgs) -> _Ended:
+    def construct(self, cls_with_args: RayClassWithInitArgs, observers: tuple[object, ...]) -> _Ended:
         made = cls_with_args
         args, kwargs = encode(made.args), encode(dict(made.kwargs))
         contexts = [
@@ -56,18 +58,18 @@ class LocalTransport:
         return self._each(
             range(self.world_size),
             lambda rank: self._hosts[rank].construct(
-                made.cls, _private(args), _private(kwargs), contexts[rank], set_env=False
+                made.cls, _private(args), _private(kwargs), contexts[rank], observers, set_env=False
             ),
         )
 
     def route(self, mesh: str) -> _Ended:
         return self._each(range(self.world_size), lambda rank: self._hosts[rank].route(mesh))
 
-    def run(self, method: str, calls: Mapping[int, RankCall], answering: frozenset[int]) -> _Ended:
+    def run(self, order: Order, calls: Mapping[int, RankCall], answering: frozenset[int]) -> _Ended:
         def go(rank: int) -> Outcome:
             call = calls[rank]
             args, kwargs = _private(encode(call.args)), _private(encode(dict(call.kwargs)))
-            outcome = self._hosts[rank].run(method, RankCall(args, kwargs, call.shard), rank in answering)
+            outcome = self._hosts[rank].run(order, RankCall(args, kwargs, call.shard), rank in answering)
             return Answered(_private(outcome.value)) if isinstance(outcome, Answered) else outcome
 
         return self._each(calls, go)
@@ -113,8 +115,9 @@ class LocalWorkerGroup(WorkerGroup):
         *,
         name: str | None = None,
         timeout_s: float = 7200.0,
+        observers: Sequence[object] = (),
     ) -> None:
         if world_size < 1:
             raise Refused("a group has at least one rank", have=world_size)
         transport = LocalTransport(world_size, name or cls_with_args.cls.__name__)
-        super().__init__(transport, cls_with_args, name=name, timeout_s=timeout_s)
+        super().__init__(transport, cls_with_args, name=name, timeout_s=timeout_s, observers=observers)

@@ -55,6 +55,42 @@ class Echo(Worker):
 
         return select(batch, torch.arange(len(batch)).repeat_interleave(times))
 
+    @register(
+        on_mesh("m"),
+        blocking=False,
+        uneven="ragged",
+        num_blocks=lambda batch, num_blocks, times, width: num_blocks,
+        rows_per_input=lambda batch, num_blocks, times, width: times,
+    )
+    def make_later(self, batch: Any, num_blocks: int = 1, times: int = 1, width: int = 4) -> Any:
+        """(the rows, `times` each, with a wide column of x; a metric; the rank)."""
+        import torch
+
+        from core.batch import select
+        from core.protocols import Metric
+
+        rows = select(batch, torch.arange(len(batch)).repeat_interleave(times))
+        rows["wide"] = rows["x"].float()[:, None].expand(-1, width).contiguous()
+        rows["pid"] = rows["x"] * 0 + os.getpid()
+        return rows, {"sum": Metric(float(rows["x"].sum()))}, self.rank
+
+    @register(on_mesh("m"), columns=("x",))
+    def only_x(self, batch: Any) -> Any:
+        return batch
+
+    @register(on_mesh("m"), blocking=False)
+    def hold(self, batch: Any, seconds: float) -> int:
+        time.sleep(seconds)
+        return len(batch)
+
+    @register(on_mesh("m"), blocking=False, uneven="pad")
+    def padded_later(self, batch: Any) -> Any:
+        return self._dealt(batch)
+
+    @register()
+    def whole(self, batch: Any) -> Any:
+        return batch["x"].tolist()
+
     @register(on_mesh("m"), num_blocks=lambda batch, num_blocks: num_blocks)
     def in_blocks(self, batch: Any, num_blocks: int) -> Any:
         """Row numbers by which block they came in."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pickle import PickleBuffer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import attrs
 import ray
-from ray import cloudpickle
 from ray.exceptions import (
     GetTimeoutError,
     NodeDiedError,
@@ -24,33 +24,59 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from core.calls import RankCall
-from core.errors import DeadlineExceeded, Refused
+from core.calls import Order, RankCall
+from core.errors import DeadlineExceeded
 from core.group import RayClassWithInitArgs
 from core.host import Answered, Died, Identity, Outcome, Raised, RefusedIt, WorkerHost
 from core.transport.ray.order import local_ranks, rank_order
+from core.transport.ray.pickles import Pickled, checked, pickled, unpickled
 from core.transport.ray.pool import RayResourcePool, need_ray
 from core.wire import encode
 from core.worker import WorkerContext
 
-# Calls below it are sent with the request: Ray's own limit for that is 100 KiB.
-INLINE_BYTES = 64 << 10
+if TYPE_CHECKING:
+    from core.remote import Kept
+
 # After the first failure: time for the root cause to arrive, where a peer's error was faster.
 SETTLE_S = 0.4
 # After the first refusal: the others must find the same without waiting for anybody.
 REFUSAL_GRACE_S = 10.0
 
 
+class NoAnswer(Exception):
+    """Carries an outcome that is no answer: of an exception Ray tells the driver before the other ranks have ended."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome
+
+
 class RayHost(WorkerHost):
-    """WorkerHost as an actor: it also says where it runs."""
+    """WorkerHost as an actor: it also says where it runs. Its methods give the bare value of an answer."""
 
-    def run_pickled(self, method: str, pickled: tuple[bytes, list[Any]], answer: bool) -> Outcome:
-        data, arrays = pickled
-        return self.run(method, cloudpickle.loads(data, buffers=arrays), answer)
+    def fetch(self, handles: Any) -> list[Any]:
+        return fetch(handles)
 
-    def construct_from(self, made: tuple[type, Any, Any], context: WorkerContext) -> Outcome:
+    def keep(self, value: Any) -> Any:
+        return ray.put(value)
+
+    def run_pickled(self, order: tuple[Any, ...], made: Pickled | None, answer: bool) -> Any:
+        return _sent(self.run(Order(*order), unpickled(made) if made else RankCall(), answer))
+
+    def construct_from(self, made: tuple[type, Any, Any], context: WorkerContext, observers: tuple[object, ...]) -> Any:
         cls, args, kwargs = made
-        return self.construct(cls, args, kwargs, context, set_env=True)
+        return _sent(self.construct(cls, args, kwargs, context, observers, set_env=True))
+
+    def route_of(self, mesh: str) -> Any:
+        return _sent(self.route(mesh))
+
+    def end(self) -> Any:
+        return _sent(self.shutdown())
+
+    def cut(self, part: Kept, ranges: Sequence[tuple[int, int]], names: tuple[str, ...]) -> Any:
+        from core.remote import cut
+
+        return cut(part, ranges, names, self.fetch, self.keep)
 
     def identify(self) -> Identity:
         context = ray.get_runtime_context()
@@ -78,13 +104,22 @@ class RayTicket:
         return len(ready) == len(references)
 
     def gather(self, timeout_s: float) -> dict[int, Outcome]:
+        began = time.monotonic()
+        with suppress(Exception):  # of whatever kind: below it is looked at rank by rank
+            values = ray.get(list(self._references.values()), timeout=timeout_s)
+            return {rank: Answered(value) for rank, value in zip(self._references, values, strict=True)}
+        return self._gather_each(began + timeout_s)
+
+    def _gather_each(self, deadline: float) -> dict[int, Outcome]:
         rank_of = {reference: rank for rank, reference in self._references.items()}
         waiting = list(rank_of)
         outcomes: dict[int, Outcome] = {}
-        deadline = time.monotonic() + timeout_s
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            ready, _ = ray.wait(waiting, num_returns=1, timeout=left)
-            if ready and len(waiting) > 1:
+        while waiting:
+            left = deadline - time.monotonic()
+            ready, _ = ray.wait(waiting, num_returns=1, timeout=max(left, 0))
+            if not ready:
+                break
+            if len(waiting) > 1:
                 ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
             for reference in ready:
                 outcome = outcomes[rank_of[reference]] = _outcome(reference)
@@ -96,39 +131,31 @@ class RayTicket:
         return outcomes
 
 
-def _pickled(call: RankCall, method: str) -> Any:
-    """A call as (pickle, its arrays), pickled once. A small one travels with the request, a large one by the store."""
-    buffers: list[PickleBuffer] = []
-    data = _checked(method, lambda: cloudpickle.dumps(call, protocol=5, buffer_callback=buffers.append))
-    arrays = [np.asarray(each.raw()) for each in buffers]
-    small = len(data) + sum(each.nbytes for each in arrays) <= INLINE_BYTES
-    return (data, arrays) if small else ray.put((data, arrays))
+def _sent(outcome: Outcome) -> Any:
+    if isinstance(outcome, Answered):
+        return outcome.value
+    raise NoAnswer(outcome)
 
 
-def _checked(method: str, pickle: Callable[[], Any]) -> Any:
-    try:
-        return pickle()
-    except Exception as error:  # pickling runs any object's own code
-        raise Refused(
-            f"the arguments of {method!r} cannot be sent to the workers",
-            have=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            want="values that can be pickled",
-        ) from error
+def fetch(handles: Sequence[Any]) -> list[Any]:
+    """Values of Ray's store."""
+    return ray.get(list(handles)) if handles else []
 
 
 def _outcome(reference: Any) -> Outcome:
     try:
-        outcome: Outcome = ray.get(reference)
+        return Answered(ray.get(reference))
     except RayActorError as error:
         return Died(_how_it_ended(str(error)))
     except RayTaskError as error:  # outside the host's own guard: arguments or answer could not be (un)pickled
         cause = error.cause if isinstance(error.cause, BaseException) else None
+        if isinstance(cause, NoAnswer):
+            return cause.outcome
         return Raised(f"{type(cause or error).__name__}: {cause or error}", str(error), time.time())
     except (WorkerCrashedError, NodeDiedError, ObjectLostError) as error:
         return Died(f"{type(error).__name__}: {error}")
     except Exception as error:  # the driver cannot unpickle what the worker could pickle
         return Raised(f"the answer could not be read: {type(error).__name__}: {error}", str(error), time.time())
-    return outcome
 
 
 def _how_it_ended(text: str) -> str:
@@ -148,6 +175,8 @@ class RayTransport:
         Refused: the pool cannot be placed.
         DeadlineExceeded: the actors' processes did not start in time.
     """
+
+    keeps = "ray"
 
     def __init__(self, pool: RayResourcePool, group: str, env: Mapping[str, str], start_timeout_s: float) -> None:
         self.world_size, self._group = pool.world_size, group
@@ -190,39 +219,58 @@ class RayTransport:
             self.end()
             raise
 
-    def construct(self, cls_with_args: RayClassWithInitArgs) -> RayTicket:
+    def construct(self, cls_with_args: RayClassWithInitArgs, observers: tuple[object, ...]) -> RayTicket:
         parts = cls_with_args.cls, encode(cls_with_args.args), encode(dict(cls_with_args.kwargs))
-        made = _checked("__init__", lambda: ray.put(parts))
+        made = checked("__init__", lambda: ray.put(parts))
         references = {}
         for rank, (local_rank, local_size) in enumerate(local_ranks(self.identities)):
             context = WorkerContext(
                 self._group, rank, self.world_size, local_rank, local_size, self._address, self._port
             )
-            references[rank] = self._actors[rank].construct_from.remote(made, context)
+            references[rank] = self._actors[rank].construct_from.remote(made, context, observers)
         return RayTicket(references)
 
     def route(self, mesh: str) -> RayTicket:
-        return RayTicket({rank: actor.route.remote(mesh) for rank, actor in enumerate(self._actors)})
+        return RayTicket({rank: actor.route_of.remote(mesh) for rank, actor in enumerate(self._actors)})
 
-    def run(self, method: str, calls: Mapping[int, RankCall], answering: frozenset[int]) -> RayTicket:
+    def run(self, order: Order, calls: Mapping[int, RankCall], answering: frozenset[int]) -> RayTicket:
         need_ray()
         shared: dict[int, Any] = {}
         for call in calls.values():
             if id(call) not in shared:
-                wire = RankCall(encode(call.args), encode(dict(call.kwargs)), call.shard)
+                nodes = {self.node(rank) for rank, each in calls.items() if each is call}
                 # All are pickled before any is sent: a call that reached some ranks only would hang them.
-                shared[id(call)] = _pickled(wire, method)
+                shared[id(call)] = checked(order.method, functools.partial(self._on_wire, call, nodes))
+        told = attrs.astuple(order)
         return RayTicket(
             {
-                rank: self._actors[rank].run_pickled.remote(method, shared[id(call)], rank in answering)
+                rank: self._actors[rank].run_pickled.remote(told, shared[id(call)], rank in answering)
                 for rank, call in calls.items()
             }
         )
 
+    def _on_wire(self, call: RankCall, nodes: set[str]) -> Any:
+        args, kwargs = encode(call.args), encode(dict(call.kwargs))
+        if "core.remote" in sys.modules:
+            args = tuple(_cut(value, nodes) for value in args)
+            kwargs = {key: _cut(value, nodes) for key, value in kwargs.items()}
+        return pickled(RankCall(args, kwargs, call.shard))
+
+    def node(self, rank: int) -> str:
+        return self.identities[rank].node_id
+
+    def fetch(self, handles: Sequence[Any]) -> list[Any]:
+        """Values that this transport's workers have kept."""
+        return fetch(handles)
+
+    def cut(self, part: Kept, ranges: Sequence[tuple[int, int]], names: tuple[str, ...]) -> Any:
+        """Let the worker that made a part cut rows of it; a reference to the new part."""
+        return self._actors[part.rank].cut.remote(part, ranges, names)
+
     def shutdown(self) -> RayTicket:
         if not ray.is_initialized():  # a call would start a new cluster
             return RayTicket({})
-        return RayTicket({rank: actor.shutdown.remote() for rank, actor in enumerate(self._actors)})
+        return RayTicket({rank: actor.end.remote() for rank, actor in enumerate(self._actors)})
 
     def end(self) -> None:
         if self.ended:
@@ -251,6 +299,21 @@ class RayTransport:
         except RayError:
             return ()
         return lines
+
+
+def _cut(value: Any, nodes: set[str]) -> Any:
+    """What is to be fetched, with parts that lie on other nodes cut there: a node fetches whole objects."""
+    from core.remote import Fetch
+
+    if not isinstance(value, Fetch):
+        return value
+    source = value.source
+
+    def away(part: Kept, ranges: Sequence[tuple[int, int]], names: tuple[str, ...]) -> Any:
+        whole = sum(stop - start for start, stop in ranges) >= part.num
+        return None if whole or nodes == {source.node(part.rank)} else source.cut(part, ranges, names)
+
+    return value.cut_at(away)
 
 
 def _gone_within(pids: Sequence[int], timeout_s: float) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from core.discovery import check_core
 from core.group import RayClassWithInitArgs, WorkerGroup
@@ -20,6 +20,7 @@ class RayWorkerGroup(WorkerGroup):
         env: environment variables of the actors' processes.
         timeout_s: deadline of a call that declares none, seconds.
         start_timeout_s: deadline of start and construction, seconds.
+        observers: are told of every call; see core.observe.
 
     Raises:
         Refused: the pool cannot be placed, a method has a reserved name, or all constructors refused.
@@ -36,9 +37,17 @@ class RayWorkerGroup(WorkerGroup):
         env: Mapping[str, str] | None = None,
         timeout_s: float = 7200.0,
         start_timeout_s: float = 300.0,
+        observers: Sequence[object] = (),
     ) -> None:
         need_ray()
         check_core()  # a user's folder named core would be what the workers import
         name = name or ray_cls_with_init.cls.__name__
         transport = RayTransport(resource_pool, name, env or {}, start_timeout_s)
-        super().__init__(transport, ray_cls_with_init, name=name, timeout_s=timeout_s, start_timeout_s=start_timeout_s)
+        super().__init__(
+            transport,
+            ray_cls_with_init,
+            name=name,
+            timeout_s=timeout_s,
+            start_timeout_s=start_timeout_s,
+            observers=observers,
+        )

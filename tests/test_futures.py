@@ -1,0 +1,218 @@
+"""Rows go from the workers of one group to those of another, not through the driver, and arrive as if they had."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from core.batch import jagged, object_column, objects
+from core.calls import Uneven
+from core.errors import Refused, WorkerFailed
+from core.group import RayClassWithInitArgs, WorkerGroup
+from core.shards import deal_rows, located, runs_of
+from core.transport.local import LocalWorkerGroup
+from tests.support.workers import Echo
+
+WIDE = 200_000  # floats a row: two rows are above 1 MB, so the column is an object of its own
+
+
+def batch_of(rows: int = 8) -> TensorDict:
+    tokens: Any = jagged([torch.arange(i % 4) for i in range(rows)])
+    return TensorDict(
+        {
+            "x": torch.arange(rows),
+            "names": object_column([f"row {i}" for i in range(rows)]),
+            "tokens": tokens,
+            "more": tokens * 2,
+        },
+        batch_size=[rows],
+    )
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_plan_finds_every_row_where_the_first_group_left_it(data: st.DataObject) -> None:
+    draw = data.draw
+    uneven: Uneven = draw(st.sampled_from(["error", "pad", "ragged"]))
+    dp_size, num_blocks, per_input = (draw(st.integers(1, 4)) for _ in range(3))
+    rows = dp_size * num_blocks * draw(st.integers(1, 3)) + (draw(st.integers(0, 7)) if uneven != "error" else 0)
+    shards = deal_rows(rows, dp_size, num_blocks, "a test", uneven)
+    parts = [[(row, i) for row in shard.row_numbers() for i in range(per_input)] for shard in shards]
+    runs = runs_of(shards, per_input)
+    whole = [(row, i) for row in range(rows) for i in range(per_input)]
+    assert [each for part, start, stop in runs for each in parts[part][start:stop]] == whole
+    edges = st.tuples(st.integers(0, len(whole)), st.integers(0, len(whole))).map(lambda pair: (min(pair), max(pair)))
+    ranges = draw(st.lists(edges, max_size=5))
+    found = [each for part, start, stop in located(runs, ranges) for each in parts[part][start:stop]]
+    assert found == [each for start, stop in ranges for each in whole[start:stop]]
+
+
+@pytest.fixture(scope="module")
+def ray_groups(ray_cluster: None) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
+    from core.transport.ray import RayResourcePool, RayWorkerGroup
+
+    with (
+        RayResourcePool([4]) as one,
+        RayResourcePool([2]) as other,
+        RayWorkerGroup(one, RayClassWithInitArgs(Echo, [1, 1, 2, 0], [0, 2, 3]), name="maker") as maker,
+        RayWorkerGroup(other, RayClassWithInitArgs(Echo, [1, 0], [0, 1]), name="taker") as taker,
+    ):
+        yield maker, taker
+
+
+@pytest.fixture(params=["local", "ray"])
+def groups(request: pytest.FixtureRequest) -> tuple[WorkerGroup, WorkerGroup]:
+    """A maker with dp 3 over four ranks, and a taker with dp 2, whose dp ranks are permuted."""
+    if request.param == "ray":
+        return request.getfixturevalue("ray_groups")  # type: ignore[no-any-return]
+    maker = LocalWorkerGroup(RayClassWithInitArgs(Echo, [1, 1, 2, 0], [0, 2, 3]), 4, name="maker")
+    return maker, LocalWorkerGroup(RayClassWithInitArgs(Echo, [1, 0], [0, 1]), 2, name="taker")
+
+
+def same(a: TensorDict, b: TensorDict) -> bool:
+    flat = all(torch.equal(a[name].values(), b[name].values()) for name in ("tokens", "more"))
+    plain = all(torch.equal(a[name], b[name]) for name in ("x", "wide"))
+    return flat and plain and objects(a.get("names")) == objects(b.get("names")) and set(a.keys()) == set(b.keys())
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_blocks", "times", "width"),
+    [(8, 1, 1, 4), (6, 2, 1, 4), (7, 2, 2, WIDE), (4, 1, 3, 100), (9, 3, 2, 30_000)],
+)
+@pytest.mark.parametrize("taken", ["echo", "padded", "ragged"])
+def test_rows_arrive_as_they_would_through_the_driver(
+    groups: Any, rows: int, num_blocks: int, times: int, width: int, taken: str
+) -> None:
+    maker, taker = groups
+    given = batch_of(rows)
+    made = maker.make_later(given, num_blocks, times, width)
+    answer = getattr(taker, taken)(made[0])
+    through_driver = getattr(taker, taken)(maker.make_later(given, num_blocks, times, width).result()[0])
+    assert answer["x"].tolist() == [row for row in range(rows) for _ in range(times)]
+    assert same(answer, through_driver)
+    assert torch.equal(answer["wide"], answer["x"].float()[:, None].expand(-1, width))
+    assert (answer["tokens"] + answer["more"]).values().tolist() == (answer["tokens"].values() * 3).tolist()
+    assert made[1]["sum"].total == float(answer["x"].sum())
+    assert sorted(made[2]) == [0, 2, 3]
+
+
+def test_filler_reaches_a_rank_that_has_no_row_of_its_own_and_does_not_come_back(groups: Any) -> None:
+    maker, taker = groups
+    batch = batch_of(1).exclude("names")
+    answer = taker.padded(maker.padded_later(batch))
+    assert (answer["x"].tolist(), answer["got"].tolist()) == ([0], [1])
+    assert "row_weight" not in answer.keys()  # noqa: SIM118
+    assert taker.mean_of_x(maker.make_later(batch_of(5))[0])["mean"].value == 2.0
+
+
+def test_a_future_can_be_an_argument_of_any_mode_and_of_several_calls(groups: Any) -> None:
+    maker, taker = groups
+    made = maker.make_later(batch_of(6))[0]
+    assert taker.whole(made) == [list(range(6))] * 2
+    assert taker.second(batch_of(6), made)["x"].tolist() == list(range(6))
+    assert taker.only_x(made).keys() == {"x"}
+    assert made["wide"].shape == (6, 4)
+    assert taker.echo(made)["x"].tolist() == made.result()["x"].tolist()
+
+
+def test_a_worker_that_writes_to_what_it_was_handed_changes_it_for_nobody(groups: Any) -> None:
+    maker, taker = groups
+    made = maker.make_later(batch_of(6), width=WIDE)[0]
+    assert taker.edit(made)["x"].tolist() == [0, 2, 4, 6, 8, 10]
+    assert taker.echo(made)["x"].tolist() == list(range(6))
+
+
+def test_the_error_of_the_first_call_surfaces_at_the_second_with_both_named() -> None:
+    maker = LocalWorkerGroup(RayClassWithInitArgs(Echo), name="maker")
+    taker = LocalWorkerGroup(RayClassWithInitArgs(Echo), name="taker")
+    with pytest.raises(WorkerFailed) as failure:
+        taker.echo(maker.make_later(batch_of(6).exclude("x")))
+    assert all(word in str(failure.value) for word in ("'maker'", "'make_later'", "'taker'", "'echo'"))
+    assert (failure.value.method, failure.value.group) == ("make_later", "maker")
+    assert taker.num_calls() == [0]
+    assert not taker.failed
+
+
+class Meter:
+    """What the driver puts into Ray's store and gets from it, bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import ray
+
+        self.sizes: list[int] = []
+        put, get = ray.put, ray.get
+
+        def weighed_put(value: Any, *args: Any, **kwargs: Any) -> Any:
+            self.sizes.append(self.weigh(value))
+            return put(value, *args, **kwargs)
+
+        def weighed_get(references: Any, *args: Any, **kwargs: Any) -> Any:
+            values = get(references, *args, **kwargs)
+            self.sizes.append(self.weigh(values))
+            return values
+
+        monkeypatch.setattr(ray, "put", weighed_put)
+        monkeypatch.setattr(ray, "get", weighed_get)
+
+    @staticmethod
+    def weigh(value: Any) -> int:
+        from core.transport.ray.pickles import _Pickler
+
+        buffers: list[Any] = []
+        stream = io.BytesIO()
+        pickler = _Pickler(stream, protocol=5, buffer_callback=buffers.append)
+        pickler.references = []
+        pickler.dump(value)
+        return len(stream.getvalue()) + sum(int(buffer.raw().nbytes) for buffer in buffers)
+
+
+def test_no_payload_of_a_shard_above_100_kib_passes_through_the_driver(
+    ray_groups: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maker, taker = ray_groups
+    for width in (30_000, WIDE):  # shards of 240 kB in one object, and of 1.6 MB with a column by itself
+        meter = Meter(monkeypatch)
+        made = maker.make_later(batch_of(6), width=width)[0]
+        assert taker.whole(made) == [list(range(6))] * 2
+        assert sum(meter.sizes) < 60_000
+    meter = Meter(monkeypatch)
+    assert made["x"].tolist() == list(range(6))
+    assert sum(meter.sizes) < 60_000
+    assert made["wide"].shape == (6, WIDE)
+    assert sum(meter.sizes) > 6 * WIDE * 4
+
+
+def test_rows_for_another_node_are_cut_where_they_lie(ray_groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    maker, taker = ray_groups
+    elsewhere = [attrs.evolve(identity, node_id="another") for identity in taker.identities]
+    monkeypatch.setattr(taker._transport, "identities", elsewhere)
+    cuts: list[Any] = []
+    cut = maker._transport.cut
+
+    def noted(part: Any, ranges: Any, names: Any) -> Any:
+        cuts.append(ranges)
+        return cut(part, ranges, names)
+
+    monkeypatch.setattr(maker._transport, "cut", noted)
+    made = maker.make_later(batch_of(9), 3, 1, WIDE)[0]  # three blocks over dp 3: parts hold rows 0 3 6, 1 4 7, 2 5 8
+    answer = taker.ragged(made)
+    assert answer["x"].tolist() == list(range(9))
+    assert torch.equal(answer["wide"][:, -1], torch.arange(9.0))
+    assert sorted(map(len, cuts)) == [1, 1, 1, 2, 2, 2]
+
+
+def test_rows_are_gone_with_the_workers_that_made_them(ray_cluster: None, ray_groups: Any) -> None:
+    maker, _ = ray_groups
+    made = maker.make_later(batch_of(6))[0]
+    rows = attrs.evolve(made.unfetched(), source=type("Ended", (), {"ended": True})())
+    with pytest.raises(Refused, match="its workers have been ended") as refusal:
+        rows.read()
+    assert "'make_later' of group 'maker'" in str(refusal.value)
