@@ -310,17 +310,47 @@ class GenerationDelta:
     finish_reason: str | None = None
 
 
+PauseMode = Literal["keep", "wait", "abort"]
+
+
 class RolloutServer(Rollout, Protocol):
     """A rollout that serves requests while others run. Lives in a worker class of its own, since one `async def` makes
-    a whole Ray actor concurrent."""
+    a whole Ray actor concurrent.
 
-    def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> AsyncIterator[GenerationDelta]: ...
-    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Partial results are kept."""
+    A weight update may come in the midst of requests, which then go on with the new weights: deltas say which version
+    sampled them. `generate` adds the column weight_versions (rows, object): [(version, number of tokens), ...] by row;
+    its weight_version is the oldest of these.
+    """
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str | None = None,
+        prompt_id: int = 0,
+        sample: int = 0,
+    ) -> AsyncIterator[GenerationDelta]:
+        """One response, of a request that begins when the first delta is asked for. The last delta, which may be
+        without tokens, has a finish_reason. With row seeds it draws from (sampling.seed, prompt_id, sample).
+
+        Raises:
+            Refused: at once: as generate, or num_samples is not 1.
+        """
         ...
 
-    async def pause(self, mode: Literal["keep", "wait", "abort"]) -> None: ...
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End these requests, or all; those that have ended are passed over. Partial results are kept."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Return when nothing runs: requests are kept for later, awaited or aborted. New ones wait."""
+        ...
+
     async def resume_generation(self) -> None: ...
+    async def check_health(self) -> None:
+        """Raises ManymeshError where it will never answer again."""
+        ...
 
 
 class TransferRound(Protocol):

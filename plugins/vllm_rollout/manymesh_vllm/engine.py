@@ -53,24 +53,13 @@ class LocalEngine:
         if not self._owns_world and dist.get_world_size() > 1:
             executor = {"distributed_executor_backend": "external_launcher"}
             environment |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(device.index or 0)}
-        with _environment(environment):
-            if current_platform.device_type != device.type:
-                raise Refused(
-                    f"this build of vLLM is for {current_platform.device_type}",
-                    have=f"device {device.type}",
-                    mend="install manymesh-vllm[gpu] on GPUs, manymesh-vllm[cpu] elsewhere; or set the device",
-                )
-            _check_head_size(facts, device)
+        with environment_of(environment):
+            check_platform(facts, device)
             try:
                 with _shared_memory_of_this_world():
                     self.llm = LLM(**arguments(config, facts, device, has_tokenizer=has_tokenizer), **executor)
             except (ValueError, NotImplementedError) as error:
-                raise Refused(
-                    f"vLLM cannot run {facts.path!r} with these options",
-                    have=str(error),
-                    where=f"model type {facts.model_type!r}",
-                    mend="mend the rollout's options, or choose another rollout",
-                ) from error
+                raise cannot_run(facts, error) from error
         # Left alone, garbage collection would end torch.distributed's world.
         self._client = self.llm.llm_engine.engine_core
         self._client._finalizer.detach()
@@ -93,6 +82,15 @@ class LocalEngine:
         finally:
             engine_core.cleanup_dist_env_and_memory = ends_world
         del self.llm, self.worker, self._client
+
+
+def cannot_run(facts: ModelFacts, error: Exception) -> Refused:
+    return Refused(
+        f"vLLM cannot run {facts.path!r} with these options",
+        have=str(error),
+        where=f"model type {facts.model_type!r}",
+        mend="mend the rollout's options, or choose another rollout",
+    )
 
 
 def arguments(
@@ -125,8 +123,15 @@ def arguments(
     }
 
 
-def _check_head_size(facts: ModelFacts, device: torch.device) -> None:
-    """vLLM finds out at the first forward pass, and dies."""
+def check_platform(facts: ModelFacts, device: torch.device) -> None:
+    """Raises Refused where this build of vLLM is for other devices, or has no attention for the model's heads."""
+    if current_platform.device_type != device.type:
+        raise Refused(
+            f"this build of vLLM is for {current_platform.device_type}",
+            have=f"device {device.type}",
+            mend="install manymesh-vllm[gpu] on GPUs, manymesh-vllm[cpu] elsewhere; or set the device",
+        )
+    # On CPU vLLM finds out about heads at the first forward pass, and dies.
     if device.type != "cpu":
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -145,7 +150,7 @@ def _check_head_size(facts: ModelFacts, device: torch.device) -> None:
 
 
 @contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
+def environment_of(values: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

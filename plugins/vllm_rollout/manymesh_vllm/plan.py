@@ -35,6 +35,22 @@ def plan(config: VllmRolloutConfig, world_size: int, model: ModelFacts | None) -
     return Plan({"dense": layout}, layout.route(("dp",), {TP: 0}))
 
 
+def server_plan(config: VllmRolloutConfig, world_size: int, model: ModelFacts | None) -> Plan:
+    """As `plan`, of replicas that each have an engine process of their own: one a rank.
+
+    Raises:
+        Refused: as plan, or tensor_parallel is not 1.
+    """
+    if config.tensor_parallel != 1:
+        raise Refused(
+            "a vLLM server is not cut over ranks",
+            have=f"tensor_parallel {config.tensor_parallel}",
+            want="1: its engine is one process, which has this rank's device alone",
+            mend="use the rollout 'vllm', which cuts a model over ranks",
+        )
+    return plan(config, world_size, model)
+
+
 def _cuts(model: ModelFacts | None, tp: int) -> bool:
     """Whether vLLM can cut the model: query heads evenly, KV heads evenly or each held by several ranks."""
     heads, kv_heads = (model.num_heads, model.num_kv_heads) if model is not None else (None, None)

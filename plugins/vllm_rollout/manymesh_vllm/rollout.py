@@ -22,7 +22,7 @@ from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.engine import LocalEngine
 from manymesh_vllm.memory import SleepingMemory
 from manymesh_vllm.plan import TP, plan
-from manymesh_vllm.weights import WeightUpdate, check_directory, expected_tensors
+from manymesh_vllm.weights import WeightUpdate, read_checkpoint
 from sdk.parts.agreement import agree
 from sdk.parts.rollout_checks import (
     check_stop_strings,
@@ -112,17 +112,8 @@ class VllmRollout:
 
     def _look(self) -> tuple[ModelFacts, dict[str, torch.Tensor]]:
         """What the directory holds, and that it can be cut."""
-        facts = ModelFacts.read(self._config.model)
+        facts, expected = read_checkpoint(self._config.model)
         plan(self._config, self._mesh.layout.world_size, facts)
-        try:
-            expected = expected_tensors(facts.path)
-        except ValueError as error:
-            raise Refused(
-                f"transformers knows no causal language model in {facts.path!r}",
-                have=str(error),
-                where=f"model type {facts.model_type!r}",
-            ) from error
-        check_directory(facts.path, expected)
         return facts, expected
 
     def _agreed(self, function: Callable[[], T]) -> T:
@@ -175,11 +166,7 @@ class VllmRollout:
             outputs = engine.llm.generate(texts, rows, use_tqdm=False) if texts else []
         responses = Responses.behind(table, *asked.answers(outputs, sampling))
         if not bool(responses.log_probs.isfinite().all()):
-            raise ManymeshError(
-                "the model gave logits that are not finite",
-                where=f"weight version {version}, rank {self._mesh.rank}",
-                mend="look at the last weight update: parameters may be NaN or infinite",
-            )
+            raise asked.not_finite(f"weight version {version}, rank {self._mesh.rank}")
         return responses.batch(
             table,
             weight_version=version,

@@ -14,6 +14,7 @@ from core.errors import ManymeshError, Refused
 from core.protocols import LogProbKind, SamplingParams
 
 COLDEST = 0.01  # vLLM warms what is colder, to this
+FINISHED = ("stop", "length", "abort")
 
 
 def is_scaled(sampling: SamplingParams) -> bool:
@@ -25,6 +26,11 @@ def is_scaled(sampling: SamplingParams) -> bool:
     return sampling.temperature not in (0, 1) and LogProbKind(sampling.log_probs) is not LogProbKind.RAW
 
 
+def is_certain(sampling: SamplingParams) -> bool:
+    """Whether sampled tokens have log-probability 0: with temperature 0, when PROCESSED."""
+    return sampling.temperature == 0 and LogProbKind(sampling.log_probs) is LogProbKind.PROCESSED
+
+
 def check(sampling: SamplingParams) -> None:
     """Raises Refused for what vLLM cannot sample as it is said."""
     if 0 < sampling.temperature < COLDEST and not is_scaled(sampling):
@@ -33,6 +39,16 @@ def check(sampling: SamplingParams) -> None:
             have=f"temperature {sampling.temperature}, log_probs 'raw'",
             want=f"0 (greedy), or at least {COLDEST}",
             mend="ask for log_probs 'temperature', where any temperature goes",
+        )
+
+
+def check_untempered(sampling: SamplingParams) -> None:
+    """Raises Refused where vLLM itself is to divide by a temperature that it warms."""
+    if 0 < sampling.temperature < COLDEST:
+        raise Refused(
+            "vLLM doesn't sample at so low a temperature when it serves",
+            have=f"temperature {sampling.temperature}",
+            want=f"0 (greedy), or at least {COLDEST}",
         )
 
 
@@ -117,17 +133,27 @@ def answers(
     Raises:
         ManymeshError: vLLM gave up on a request.
     """
-    certain = sampling.temperature == 0 and LogProbKind(sampling.log_probs) is LogProbKind.PROCESSED
+    certain = is_certain(sampling)
     tokens: list[Sequence[int]] = []
     log_probs: list[Sequence[float]] = []
     reasons: list[str] = []
     for request in outputs:
         [row] = request.outputs
-        if row.finish_reason not in ("stop", "length", "abort"):
-            raise ManymeshError(
-                "vLLM gave up on a request", have=f"finish reason {row.finish_reason!r}", where=request.request_id
-            )
+        if row.finish_reason not in FINISHED:
+            raise gave_up(row.finish_reason, request.request_id)
         tokens.append(row.token_ids)
         log_probs.append([0.0] * len(row.token_ids) if certain else row.logprobs.logprobs[: len(row.token_ids)])
         reasons.append(row.finish_reason)
     return tokens, log_probs, reasons
+
+
+def gave_up(reason: str | None, request_id: str) -> ManymeshError:
+    return ManymeshError("vLLM gave up on a request", have=f"finish reason {reason!r}", where=request_id)
+
+
+def not_finite(where: str) -> ManymeshError:
+    return ManymeshError(
+        "the model gave logits that are not finite",
+        where=where,
+        mend="look at the last weight update: parameters may be NaN or infinite",
+    )

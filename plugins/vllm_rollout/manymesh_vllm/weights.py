@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from core.errors import ManymeshError, Refused
+from core.manifest import ModelFacts
 from core.protocols import WeightSpec
 from sdk.parts.saved_form import saved_form
 from sdk.parts.weights import Announced, some
@@ -35,6 +36,25 @@ def expected_tensors(model: str) -> dict[str, torch.Tensor]:
     config = AutoConfig.from_pretrained(model, local_files_only=True)
     with torch.device("meta"):
         return saved_form(AutoModelForCausalLM.from_config(config))[1]
+
+
+def read_checkpoint(model: str) -> tuple[ModelFacts, dict[str, torch.Tensor]]:
+    """What a directory holds, and the tensors of expected_tensors.
+
+    Raises:
+        Refused: there is no checkpoint, of no causal language model that transformers knows, or not all of it.
+    """
+    facts = ModelFacts.read(model)
+    try:
+        expected = expected_tensors(facts.path)
+    except ValueError as error:
+        raise Refused(
+            f"transformers knows no causal language model in {facts.path!r}",
+            have=str(error),
+            where=f"model type {facts.model_type!r}",
+        ) from error
+    check_directory(facts.path, expected)
+    return facts, expected
 
 
 def check_directory(model: str, expected: Mapping[str, torch.Tensor]) -> None:

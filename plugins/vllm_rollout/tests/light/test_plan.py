@@ -15,7 +15,7 @@ from core.mesh import MeshLayout
 from core.registry import EngineRegistry
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.manifest import manymesh_manifests
-from manymesh_vllm.plan import plan
+from manymesh_vllm.plan import plan, server_plan
 
 
 def test_listing_and_planning_import_nothing_heavy() -> None:
@@ -37,6 +37,14 @@ def test_it_is_listed_with_what_it_lacks_where_there_is_no_vllm() -> None:
     assert manifest.planner == f"{plan.__module__}:{plan.__name__}"
     assert manifest.config == f"{VllmRolloutConfig.__module__}:{VllmRolloutConfig.__name__}"
     assert Capability.RELEASE not in manifest.capabilities
+
+
+def test_a_server_has_a_replica_on_each_rank_and_is_not_cut() -> None:
+    planned = server_plan(VllmRolloutConfig("x"), 3, None)
+    planned.route.check("rollout")
+    assert planned.route.collectors == (0, 1, 2)
+    with pytest.raises(Refused, match=r"not cut over ranks[\s\S]*tensor_parallel 2[\s\S]*'vllm'"):
+        server_plan(VllmRolloutConfig("x", tensor_parallel=2), 2, None)
 
 
 def test_eight_ranks_at_tp_4_are_two_copies_whatever_the_actors_mesh() -> None:

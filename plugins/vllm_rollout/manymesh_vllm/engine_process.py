@@ -1,0 +1,105 @@
+"""What runs inside vLLM's engine process: weight updates, log-probabilities by row, and an end with the parent's.
+
+vLLM imports this module there, and only there, before it loads the model: it is its `worker_extension_cls`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+from safetensors.torch import load
+from vllm.v1.sample.sampler import Sampler
+
+from core.protocols import LogProbKind, WeightSpec
+from manymesh_vllm.weights import WeightUpdate, expected_tensors
+
+KIND = "manymesh_log_probs"  # in vLLM's extra_args of a request
+_GREEDY = 1e-5  # vLLM takes lower temperatures for 0
+
+
+class ServerExtension:
+    """Mixed into vLLM's worker; called by collective_rpc. Arguments are plain, so that no pickle is needed."""
+
+    model_runner: Any
+    model_config: Any
+    _update: WeightUpdate | None = None
+
+    def manymesh_sample_by_row(self) -> None:
+        """Give each request log-probabilities of its own kind."""
+        self.model_runner.sampler = RowKinds(self.model_runner)
+
+    def manymesh_begin(self, specs: Sequence[Sequence[Any]], version: int) -> None:
+        announced = [WeightSpec(name, tuple(shape), dtype) for name, shape, dtype in specs]
+        self._update = WeightUpdate(self, expected_tensors(self.model_config.model), announced, version)
+
+    def manymesh_load(self, data: bytes) -> None:
+        assert self._update is not None
+        self._update.load(list(load(data).items()))
+
+    def manymesh_finish(self) -> None:
+        assert self._update is not None
+        self._update.finish()
+        self._update = None
+
+    def manymesh_abort(self) -> None:
+        if self._update is not None:
+            self._update.abort()
+        self._update = None
+
+
+class RowKinds(Sampler):
+    """vLLM's sampler, with the sampled token's log-probability of the kind that its request asks for.
+
+    vLLM has one kind for an engine, and none that is tempered but not truncated.
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        before = model_runner.sampler
+        super().__init__("raw_logprobs", before.use_fp64_gumbel)
+        self._runner = [model_runner]  # in a list: it is no part of this module
+        self._processed = Sampler("processed_logprobs", before.use_fp64_gumbel)
+
+    def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        kinds = self._kinds()
+        if len(kinds) != len(logits) or sampling_metadata.max_num_logprobs is None:  # vLLM's own rehearsals
+            return super().forward(logits, sampling_metadata, *args, **kwargs)
+        tempered = torch.tensor([kind == LogProbKind.TEMPERATURE for kind in kinds], device=logits.device)
+        processed = torch.tensor([kind == LogProbKind.PROCESSED for kind in kinds], device=logits.device)
+        values = logits.to(torch.float32, copy=True)  # the sampler writes to what it is given
+        if sampling_metadata.temperature is not None:
+            temperature = sampling_metadata.temperature[: len(kinds)]
+            values.div_(torch.where(tempered & (temperature > _GREEDY), temperature, 1.0).unsqueeze(1))
+        sampler = self._processed.forward if LogProbKind.PROCESSED in kinds else super().forward
+        out = sampler(logits, sampling_metadata, *args, **kwargs)
+        chosen = values.log_softmax(-1).gather(1, out.sampled_token_ids.long())[:, 0]
+        theirs = out.logprobs_tensors.logprobs
+        theirs[:, 0] = torch.where(processed, theirs[:, 0], chosen)
+        return out
+
+    def _kinds(self) -> list[str]:
+        [runner] = self._runner
+        asked = (runner.requests[name].sampling_params.extra_args or {} for name in runner.input_batch.req_ids)
+        return [each.get(KIND, LogProbKind.RAW) for each in asked]
+
+
+def _end_with_parent() -> None:
+    """A worker that is killed takes no leave of its engine, which would hold its memory for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch(sentinel: int) -> None:
+        wait([sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, args=(parent.sentinel,), name="end with parent", daemon=True).start()
+
+
+_end_with_parent()

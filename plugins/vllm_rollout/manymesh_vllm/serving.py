@@ -1,0 +1,265 @@
+"""One vLLM engine in a process of its own, and the thread whose event loop talks to it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from itertools import pairwise
+from math import isfinite
+from typing import Any, TypeVar
+
+import attrs
+import torch
+import vllm
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from core.errors import ManymeshError, Refused
+from core.manifest import ModelFacts
+from core.protocols import GenerationDelta, LogProbKind, PauseMode, SamplingParams
+from manymesh_vllm import sampling as asked
+from manymesh_vllm.config import VllmRolloutConfig
+from manymesh_vllm.engine import arguments, cannot_run, check_platform, environment_of
+from manymesh_vllm.engine_process import KIND, ServerExtension
+
+T = TypeVar("T")
+
+# In the first model runner sampling is one module, which can be put in place of vLLM's.
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+
+@attrs.frozen
+class Request:
+    """One row.
+
+    Attributes:
+        certain: its tokens' log-probabilities are 0.
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    parameters: vllm.SamplingParams
+    certain: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        stop_ids: Sequence[int],
+        seed: int | None,
+    ) -> Request:
+        [parameters] = asked.requests(sampling, stop_ids, 1, None if seed is None else [seed])
+        parameters.temperature = sampling.temperature  # log-probabilities are the sampler's affair here
+        parameters.extra_args = {KIND: LogProbKind(sampling.log_probs).value}
+        parameters.output_kind = RequestOutputKind.DELTA
+        return cls(request_id, tuple(prompt_ids), parameters, asked.is_certain(sampling))
+
+
+class ServedEngine:
+    """vLLM's AsyncLLM. Its process ends with this one, however this one ends.
+
+    Coroutines of this class run on its own loop: `call` waits for one from any thread, `there` awaits one on any loop.
+
+    Raises:
+        Refused: vLLM doesn't take the model or the options.
+    """
+
+    def __init__(
+        self, config: VllmRolloutConfig, facts: ModelFacts, device: torch.device, *, has_tokenizer: bool
+    ) -> None:
+        extension = f"{ServerExtension.__module__}.{ServerExtension.__name__}"
+        made = arguments(config, facts, device, has_tokenizer=has_tokenizer)
+        made |= {"worker_extension_cls": extension, "seed": secrets.randbits(31)}
+        self._running: set[str] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm server", daemon=True)
+        self._thread.start()
+
+        async def build() -> AsyncLLM:  # on the loop, where vLLM starts its tasks
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**made))
+
+        try:
+            with environment_of(ENVIRONMENT):
+                check_platform(facts, device)
+                self.llm = self.call(build())
+            self.call(self.rpc("manymesh_sample_by_row"))
+            self.call(self.llm.update_weight_version("0"))
+        except (ValueError, NotImplementedError, RuntimeError) as error:
+            self._end_loop()
+            raise cannot_run(facts, error) from error
+        except BaseException:
+            self._end_loop()
+            raise
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    async def there(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    async def rpc(self, method: str, *args: Any) -> None:
+        try:
+            await self.llm.collective_rpc(method, args=args)
+        except EngineDeadError as error:
+            raise _dead() from error
+        except Exception as error:  # vLLM carries the message alone
+            raise ManymeshError(f"vLLM's engine failed in {method!r}", have=str(error)) from error
+
+    async def answer(self, request: Request, version: int) -> AsyncIterator[GenerationDelta]:
+        """The request's deltas, each of one weight version.
+
+        Args:
+            version: for a last delta without tokens.
+
+        Raises:
+            Refused: a request of that id runs.
+            ManymeshError: vLLM gave up on it, died, or has logits that are not finite.
+        """
+        if request.id in self._running:
+            raise Refused("a request of this id runs already", have=request.id, mend="leave request_id out")
+        self._running.add(request.id)
+        num_sent = 0
+        prompt = {"prompt_token_ids": list(request.prompt_ids)}
+        answering = self.llm.generate(prompt, request.parameters, request.id)
+        try:
+            async with aclosing(answering):
+                async for out in answering:
+                    [row] = out.outputs
+                    starts = (
+                        [(span.version, span.start) for span in row.weight_versions or ()]
+                        if out.finished
+                        else self._starts(request.id)
+                    )
+                    for delta in _deltas(request, row, starts, num_sent, version, finished=out.finished):
+                        version = delta.weight_version
+                        yield delta
+                    num_sent += len(row.token_ids)
+        except EngineDeadError as error:
+            raise _dead() from error
+        finally:
+            self._running.discard(request.id)
+
+    def _starts(self, request_id: str) -> list[tuple[str, int]]:
+        """At which of a running request's tokens the versions begin that vLLM has noted down."""
+        processor = self.llm.output_processor
+        [internal] = processor.external_req_ids[request_id]
+        return list(processor.request_states[internal].weight_version_starts)
+
+    def stream(self, request: Request, version: int) -> AsyncIterator[GenerationDelta]:
+        """`answer`, for any loop. Closing it aborts the request."""
+
+        async def follow() -> AsyncIterator[GenerationDelta]:
+            deltas = self.answer(request, version)
+            try:
+                while (delta := await self.there(_next(deltas))) is not None:
+                    yield delta
+            finally:
+                await self.there(deltas.aclose())  # type: ignore[attr-defined]
+
+        return follow()
+
+    async def answers(self, requests: Sequence[Request], version: int) -> list[list[GenerationDelta]]:
+        """All deltas by request. When one fails the others are aborted."""
+
+        async def whole(request: Request) -> list[GenerationDelta]:
+            return [delta async for delta in self.answer(request, version)]
+
+        tasks = [asyncio.ensure_future(whole(request)) for request in requests]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    async def abort(self, request_ids: Iterable[str] | None) -> None:
+        wanted = self._running if request_ids is None else self._running & set(request_ids)
+        if wanted:
+            await self.llm.abort(list(wanted))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """The KV cache stays: it is good until the weights change."""
+        await self.llm.pause_generation(mode=mode, clear_cache=False)
+
+    async def use_version(self, version: int) -> None:
+        """New weights are in place. Requests that have begun compute their KV cache anew.
+
+        Raises:
+            ManymeshError: vLLM keeps some of the cache.
+        """
+        if not await self.llm.reset_prefix_cache(reset_running_requests=True):
+            raise ManymeshError("vLLM keeps the KV cache of the old weights")
+        await self.llm.update_weight_version(str(version))
+
+    async def check_health(self) -> None:
+        try:
+            await self.llm.check_health()
+        except EngineDeadError as error:
+            raise _dead() from error
+
+    def shutdown(self) -> None:
+        async def end() -> None:
+            self.llm.shutdown()
+
+        self.call(end())
+        self._end_loop()
+
+    def _end_loop(self) -> None:
+        async def cancel_all() -> None:
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self.call(cancel_all())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _dead() -> ManymeshError:
+    return ManymeshError("vLLM's engine process has died", mend="look at its log; build a new rollout")
+
+
+async def _next(deltas: AsyncIterator[GenerationDelta]) -> GenerationDelta | None:
+    return await anext(deltas, None)
+
+
+def _deltas(
+    request: Request, row: Any, starts: Sequence[tuple[str, int]], num_sent: int, version: int, *, finished: bool
+) -> Iterator[GenerationDelta]:
+    """What vLLM has sampled since the last time, cut where weight versions begin."""
+    if finished and row.finish_reason not in asked.FINISHED:
+        raise asked.gave_up(row.finish_reason, request.id)
+    tokens = tuple(row.token_ids)
+    log_probs = tuple(row.logprobs.logprobs[: len(tokens)]) if tokens else ()
+    if not all(map(isfinite, log_probs)):
+        raise asked.not_finite(f"request {request.id!r}, weight version {version}")
+    if request.certain:
+        log_probs = (0.0,) * len(tokens)
+    pieces = _by_version(starts, num_sent, num_sent + len(tokens))
+    reason = row.finish_reason if finished else None
+    for number, (piece_version, start, stop) in enumerate(pieces, 1):
+        here = slice(start - num_sent, stop - num_sent)
+        last = number == len(pieces)
+        yield GenerationDelta(request.id, tokens[here], log_probs[here], piece_version, reason if last else None)
+    if finished and not pieces:
+        yield GenerationDelta(request.id, (), (), version, reason)
+
+
+def _by_version(starts: Sequence[tuple[str, int]], first: int, end: int) -> list[tuple[int, int, int]]:
+    """Cut tokens [first, end) where versions begin: (version, start, stop), none of them empty."""
+    bounds = [*(start for _, start in starts), end]
+    spans = [
+        (int(version), max(start, first), min(stop, end))
+        for (version, _), (start, stop) in zip(starts, pairwise(bounds), strict=True)
+    ]
+    return [span for span in spans if span[1] < span[2]]
