@@ -61,6 +61,7 @@ types: $(STAMP) ## mypy, strict
 	$(PY) -m mypy core manymesh sdk plugins/fsdp/manymesh_fsdp plugins/hf_rollout/manymesh_hf plugins/megatron/manymesh_megatron plugins/vllm_rollout/manymesh_vllm benchmarks tests examples
 
 bench: $(STAMP) ## the benchmarks, each against a floor in the same run
+	$(PY) -m benchmarks.dispatch
 	$(PY) -m benchmarks.listing
 	$(PY) -m benchmarks.grpo_step
 	$(PY) -m benchmarks.megatron_step
