@@ -17,6 +17,7 @@ on the right, (rows, tokens) with `attention_mask`. Either form is accepted by w
 | rewards | rows | fp32 | |
 | prompt_id | rows | int64 | rows of one prompt share it (the group of GRPO) |
 | weight_version | rows | int64 | the policy version that sampled the row |
+| weight_versions | rows | object | of a server: [(version, number of tokens), ...] in the order of the response |
 | finish_reason | rows | object | "stop", "length" or "abort" |
 | row_weight | rows | fp32 | 1 for a real row, 0 for filler; every denominator uses it |
 | prompt_ids | rows, tokens | int64 | input of generate |
@@ -314,13 +315,8 @@ PauseMode = Literal["keep", "wait", "abort"]
 
 
 class RolloutServer(Rollout, Protocol):
-    """A rollout that serves requests while others run. Lives in a worker class of its own, since one `async def` makes
-    a whole Ray actor concurrent.
-
-    A weight update may come in the midst of requests, which then go on with the new weights: deltas say which version
-    sampled them. `generate` adds the column weight_versions (rows, object): [(version, number of tokens), ...] by row;
-    its weight_version is the oldest of these.
-    """
+    """A rollout that serves requests while others run. A weight update may come in their midst; they go on with the new
+    weights. `generate` adds the column weight_versions, and has the oldest of these as weight_version."""
 
     def submit(
         self,

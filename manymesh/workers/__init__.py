@@ -10,6 +10,8 @@ _HOME_OF = {
     "ActorRolloutRefWorker": "manymesh.workers.actor_rollout_ref",
     "MicroBatchConfig": "manymesh.workers.micro_batch",
     "Role": "manymesh.workers.actor_rollout_ref",
+    "RolloutClient": "manymesh.workers.client",
+    "RolloutServerWorker": "manymesh.workers.server",
     "RolloutWorker": "manymesh.workers.rollout",
     "RolloutWorkerConfig": "manymesh.workers.rollout",
     "TrainingWorker": "manymesh.workers.training",
