@@ -13,12 +13,14 @@ from contextlib import suppress
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from core.errors import Refused
 
 Range = tuple[int, int]  # rows start..stop-1
+HUGE_BYTES = 4 << 20  # from here on numpy asks the system for huge pages
 
 
 @attrs.frozen(eq=False, slots=True)
@@ -218,7 +220,7 @@ class Rows:
                         joined[key] = len(offsets)
                         lengths = [part.offsets[i].diff() for part, i in zip(parts, key, strict=True)]
                         offsets.append(starts(torch.cat(lengths)))
-                    return Jagged(torch.cat([column.values for column in columns]), joined[key])
+                    return Jagged(_cat([column.values for column in columns]), joined[key])
                 case Objects():
                     if all(column.pickles for column in columns):
                         return Objects(None, [each for column in columns for each in column.pickles])
@@ -228,10 +230,20 @@ class Rows:
                     return columns[0]
                 case Rows():
                     return Rows.concat(columns, where)
-            return torch.cat(columns)
+            return _cat(columns)
 
         table = {name: join(name) for name in parts[0].columns}
         return Rows(sum(part.num for part in parts), table, offsets)
+
+
+def _cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """torch.cat, into memory of numpy's where it is large: numpy asks for huge pages, torch takes 4 times as long."""
+    first, num = tensors[0], sum(len(each) for each in tensors)
+    num_bytes = num * first[:1].numel() * first.element_size()
+    if num_bytes < HUGE_BYTES or first.device.type != "cpu":
+        return torch.cat(list(tensors))
+    out = torch.from_numpy(np.empty(num_bytes, np.uint8)).view(first.dtype).view(num, *first.shape[1:])
+    return torch.cat(list(tensors), out=out)
 
 
 def is_batch(value: object) -> bool:

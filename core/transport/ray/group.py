@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from core.discovery import check_core
+from core.dispatch import method_specs
 from core.group import RayClassWithInitArgs, WorkerGroup
 from core.transport.ray.actors import RayTransport
 from core.transport.ray.pool import RayResourcePool, need_ray
@@ -42,7 +43,8 @@ class RayWorkerGroup(WorkerGroup):
         need_ray()
         check_core()  # a user's folder named core would be what the workers import
         name = name or ray_cls_with_init.cls.__name__
-        transport = RayTransport(resource_pool, name, env or {}, start_timeout_s)
+        methods = method_specs(ray_cls_with_init.cls)
+        transport = RayTransport(resource_pool, name, methods, env or {}, start_timeout_s)
         super().__init__(
             transport,
             ray_cls_with_init,

@@ -12,7 +12,7 @@ import numpy as np
 import ray
 from ray import cloudpickle
 
-from core.calls import RankCall
+from core.calls import Order, RankCall
 from core.errors import Refused
 
 # Calls below it are sent with the request: Ray's own limit for that is 100 KiB.
@@ -40,11 +40,9 @@ class _Unpickler(pickle.Unpickler):
         return self.references[number]
 
 
-def pickled(call: RankCall) -> Any:
+def pickled(call: tuple[Order, RankCall]) -> Any:
     """A call as (pickle, its arrays, its references), pickled once. A small one travels with the request, a large one
-    by the store; of one without arguments nothing does."""
-    if not call.args and not call.kwargs and call.shard is None:
-        return None
+    by the store."""
     buffers: list[PickleBuffer] = []
     data = io.BytesIO()
     pickler = _Pickler(data, protocol=5, buffer_callback=buffers.append)
