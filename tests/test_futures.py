@@ -13,19 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from core.batch import jagged, object_column, objects
+from core.batch import jagged_from, object_column, objects, take
 from core.calls import Uneven
 from core.errors import Refused, WorkerFailed
 from core.group import RayClassWithInitArgs, WorkerGroup
+from core.remote import Kept
 from core.shards import deal_rows, located, runs_of
 from core.transport.local import LocalWorkerGroup
+from core.wire import encode
 from tests.support.workers import Echo
 
 WIDE = 200_000  # floats a row: two rows are above 1 MB, so the column is an object of its own
 
 
 def batch_of(rows: int = 8) -> TensorDict:
-    tokens: Any = jagged([torch.arange(i % 4) for i in range(rows)])
+    lengths = torch.tensor([i % 4 for i in range(rows)], dtype=torch.int64)
+    tokens: Any = jagged_from(torch.arange(int(lengths.sum())), lengths)
     return TensorDict(
         {
             "x": torch.arange(rows),
@@ -53,6 +56,25 @@ def test_a_plan_finds_every_row_where_the_first_group_left_it(data: st.DataObjec
     ranges = draw(st.lists(edges, max_size=5))
     found = [each for part, start, stop in located(runs, ranges) for each in parts[part][start:stop]]
     assert found == [each for start, stop in ranges for each in whole[start:stop]]
+
+
+@pytest.mark.parametrize("sizes", [[0, 0], [0, 3], [2, 0, 1]])
+def test_parts_may_have_no_rows(sizes: list[int]) -> None:
+    whole, store, parts, at = batch_of(sum(sizes)), [], [], 0
+    for rank, size in enumerate(sizes):
+        rows: Any = encode(take(whole, [(at, at + size)]))
+        parts.append(Kept.of(rows, rank, lambda value: store.append(value) or len(store) - 1))  # type: ignore[func-returns-value]
+        at += size
+
+    class Source:
+        @staticmethod
+        def fetch(handles: Any) -> Any:
+            return [store[handle] for handle in handles]
+
+    read = attrs.evolve(Kept.concat(parts), source=Source).read()
+    assert read["x"].tolist() == list(range(sum(sizes)))
+    assert objects(read.get("names")) == objects(whole.get("names"))
+    assert torch.equal(read["tokens"].values(), whole["tokens"].values())
 
 
 @pytest.fixture(scope="module")
