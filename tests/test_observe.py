@@ -164,7 +164,7 @@ def test_a_replay_that_comes_to_another_answer_says_so(
 
 def test_what_needs_peers_or_was_not_recorded_is_refused(tmp_path: Path, capsys: Any) -> None:
     group = recorded(tmp_path, 1)
-    with pytest.raises(Exception, match="cannot form|another torch.distributed world"):
+    with pytest.raises(Exception, match=r"cannot form|another torch\.distributed world"):
         group.meet()
     assert main([str(tmp_path), "--rank", "0"]) == 2
     assert "'meet' cannot be replayed by one rank alone" in capsys.readouterr().err
