@@ -78,6 +78,7 @@ class ServedEngine:
         made = arguments(config, facts, device, has_tokenizer=has_tokenizer)
         made |= {"worker_extension_cls": extension, "seed": secrets.randbits(31)}
         self._running: set[str] = set()
+        self._beginning: set[str] = set()  # of these, those of which nothing has come
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm server", daemon=True)
         self._thread.start()
@@ -125,12 +126,14 @@ class ServedEngine:
         if request.id in self._running:
             raise Refused("a request of this id runs already", have=request.id, mend="leave request_id out")
         self._running.add(request.id)
+        self._beginning.add(request.id)
         num_sent = 0
         prompt = {"prompt_token_ids": list(request.prompt_ids)}
         answering = self.llm.generate(prompt, request.parameters, request.id)
         try:
             async with aclosing(answering):
                 async for out in answering:
+                    self._beginning.discard(request.id)
                     [row] = out.outputs
                     starts = (
                         [(span.version, span.start) for span in row.weight_versions or ()]
@@ -145,6 +148,7 @@ class ServedEngine:
             raise _dead() from error
         finally:
             self._running.discard(request.id)
+            self._beginning.discard(request.id)
 
     def _starts(self, request_id: str) -> list[tuple[str, int]]:
         """At which of a running request's tokens the versions begin that vLLM has noted down."""
@@ -181,7 +185,10 @@ class ServedEngine:
             raise
 
     async def abort(self, request_ids: Iterable[str] | None) -> None:
-        wanted = self._running if request_ids is None else self._running & set(request_ids)
+        wanted = set(self._running) if request_ids is None else self._running & set(request_ids)
+        known = self.llm.output_processor.external_req_ids
+        while any(each not in known for each in wanted & self._beginning):  # vLLM passes over those on their way to it
+            await asyncio.sleep(0.001)
         if wanted:
             await self.llm.abort(list(wanted))
 

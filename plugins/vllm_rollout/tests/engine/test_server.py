@@ -21,6 +21,8 @@ from core.protocols import GenerationDelta, LogProbKind, Rollout, SamplingParams
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.server import VllmServer
 
+pytestmark = pytest.mark.timeout(600)  # processes that load vLLM start slowly on a busy machine
+
 MakePrompts = Callable[..., TensorDict]
 Responses = Callable[[TensorDict], list[list[int]]]
 RAGGED = ([1, 5, 6, 9, 30], [7], [40, 41, 42])
@@ -174,6 +176,26 @@ def test_an_aborted_request_keeps_what_it_has(server: VllmServer, models: list[A
     out = server.generate(prompts([5, 6]), attrs.evolve(LONG, max_new_tokens=500))
     assert objects(out.get("finish_reason")) == ["abort"]
     assert 2 < len(out["input_ids"].values()) < 502
+
+
+def test_an_abort_finds_a_request_that_has_only_just_begun(server: VllmServer) -> None:
+    async def go() -> list[GenerationDelta]:
+        row = asyncio.ensure_future(all_of(server.submit([40, 41], LONG)))
+        await asyncio.sleep(0)
+        await server.abort()
+        return await row
+
+    deltas = asyncio.run(go())
+    assert (deltas[-1].finish_reason, len(joined(deltas)[0]) < 100) == ("abort", True)
+
+    async def unread() -> None:
+        stream = server.submit([40, 41], attrs.evolve(LONG, max_new_tokens=20))
+        await anext(stream)
+        await asyncio.sleep(0.5)  # it has ended, and nobody reads
+        await asyncio.wait_for(server.abort(), 10)
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(unread())
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
