@@ -29,8 +29,13 @@ from manymesh_vllm.engine_process import KIND, ServerExtension
 
 T = TypeVar("T")
 
-# In the first model runner sampling is one module, which can be put in place of vLLM's.
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    # In the first model runner sampling is one module, which can be put in place of vLLM's.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    # A forked engine would have engine_process imported already, and not watch its parent.
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+}
 
 
 @attrs.frozen
