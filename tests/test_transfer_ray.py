@@ -100,7 +100,7 @@ def test_a_rank_that_refuses_a_bucket_stops_the_sync_and_the_groups_stay_healthy
         start = time.monotonic()
         with pytest.raises(TransferFailed, match=r"the link is down[\s\S]*receiver 1 of 1 \(group 'rollouts', rank 0"):
             sync.sync()
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 20
         assert receivers.rollout_version() is None
         version = sync.sync()
         assert gap(senders, receivers, version) < 1e-4
