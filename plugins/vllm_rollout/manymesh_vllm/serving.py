@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
@@ -26,7 +25,7 @@ from core.protocols import GenerationDelta, LogProbKind, PauseMode, SamplingPara
 from manymesh_vllm import sampling as asked
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.engine import arguments, cannot_run, check_platform, environment_of
-from manymesh_vllm.engine_process import KIND, OWNER, ServerExtension
+from manymesh_vllm.engine_process import KIND, ServerExtension
 
 T = TypeVar("T")
 
@@ -34,7 +33,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     # In the first model runner sampling is one module, which can be put in place of vLLM's.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
-    # A forked engine would have engine_process imported already, and not watch its owner.
+    # A forked engine would have engine_process imported already, and not watch its parent.
     "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
 }
 
@@ -93,7 +92,7 @@ class ServedEngine:
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**made))
 
         try:
-            with environment_of(ENVIRONMENT | {OWNER: str(os.getpid())}):
+            with environment_of(ENVIRONMENT):
                 check_platform(facts, device)
                 self.llm = self.call(build())
             self.call(self.rpc("manymesh_sample_by_row"))
