@@ -40,14 +40,31 @@ class EngineRegistry:
         return _default()
 
     @classmethod
-    def get(cls, *args: Any, **kwargs: Any) -> Entry:
+    def get(
+        cls,
+        name: str,
+        kind: Kind = "engine",
+        model_type: str | None = None,
+        device: str | None = None,
+        vendor: str | None = None,
+    ) -> Entry:
         """`resolve` of the process's own registry."""
-        return cls.default().resolve(*args, **kwargs)
+        return cls.default().resolve(name, kind, model_type, device, vendor)
 
     @classmethod
-    def new(cls, *args: Any, **kwargs: Any) -> Any:
+    def new(
+        cls,
+        model_type: str | None,
+        backend: str,
+        config: Any,
+        device: str | None = None,
+        kind: Kind = "engine",
+        *,
+        vendor: str | None = None,
+        expect: Choice | None = None,
+    ) -> Any:
         """`build` of the process's own registry."""
-        return cls.default().build(*args, **kwargs)
+        return cls.default().build(model_type, backend, config, device, kind, vendor=vendor, expect=expect)
 
     def resolve(
         self,
