@@ -108,3 +108,12 @@ def load_tokenizer(model: str) -> Any:
         where=str(directory),
         mend="save the tokenizer into the directory, or use stop_token_ids",
     ) from cause
+
+
+def has_tokenizer(model: str) -> bool:
+    """Whether load_tokenizer gives one."""
+    try:
+        load_tokenizer(model)
+    except Refused:
+        return False
+    return True

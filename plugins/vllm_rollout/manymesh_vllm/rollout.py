@@ -28,6 +28,7 @@ from sdk.parts.rollout_checks import (
     check_stop_strings,
     check_tags,
     eos_ids,
+    has_tokenizer,
     load_tokenizer,
     no_update,
     not_initialized,
@@ -101,10 +102,7 @@ class VllmRollout:
         """
         facts, self._expected = self._agreed(self._look)
         self._eos = eos_ids(facts.path)
-        try:
-            self._has_tokenizer = load_tokenizer(facts.path) is not None
-        except Refused:
-            self._has_tokenizer = False
+        self._has_tokenizer = has_tokenizer(facts.path)
         self._engine = LocalEngine(self._config, facts, self._device, has_tokenizer=self._has_tokenizer)
         can_sleep = self._config.sleep_mode and self._device.type == "cuda"
         self._memory = SleepingMemory(self._engine.llm, can_sleep=can_sleep)

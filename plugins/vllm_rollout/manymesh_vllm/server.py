@@ -27,6 +27,7 @@ from sdk.parts.rollout_checks import (
     check_stop_strings,
     check_tags,
     eos_ids,
+    has_tokenizer,
     load_tokenizer,
     no_update,
     not_initialized,
@@ -84,10 +85,7 @@ class VllmServer:
         """
         facts, self._expected = read_checkpoint(self._config.model)
         self._eos = eos_ids(facts.path)
-        try:
-            self._has_tokenizer = load_tokenizer(facts.path) is not None
-        except Refused:
-            self._has_tokenizer = False
+        self._has_tokenizer = has_tokenizer(facts.path)
         self._engine = ServedEngine(self._config, facts, self._device, has_tokenizer=self._has_tokenizer)
         can_sleep = self._config.sleep_mode and self._device.type == "cuda"
         self._memory = SleepingMemory(_Sleeper(self._engine), can_sleep=can_sleep)
