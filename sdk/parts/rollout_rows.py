@@ -8,7 +8,7 @@ import attrs
 import torch
 from tensordict import TensorDict
 
-from core.batch import contiguous, is_jagged, num_rows, object_column, with_metadata
+from core.batch import contiguous, is_jagged, nested, num_rows, object_column, with_metadata
 from core.errors import Refused
 
 
@@ -167,7 +167,7 @@ class Responses:
         offsets = torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0)).to(device)
         tokens = {"input_ids": self.input_ids, "response_mask": self.response_mask, "rollout_log_probs": self.log_probs}
         for name, values in tokens.items():
-            out.set(name, torch.nested.nested_tensor_from_jagged(values.to(device), offsets))
+            out.set(name, nested(values.to(device), offsets))
         out.set("prompt_id", prompts.prompt_id)
         out.set("weight_version", torch.full((rows,), weight_version, dtype=torch.int64, device=device))
         out.set("row_weight", prompts.row_weight)

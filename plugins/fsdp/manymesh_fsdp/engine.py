@@ -26,10 +26,10 @@ from core.protocols import LossFn, LossScale, MicroResult, StepInfo, WeightSpec
 from manymesh_fsdp.checkpoint import read_tensors, write_tensors
 from manymesh_fsdp.config import FsdpConfig
 from manymesh_fsdp.model import drop_gradients, fsdp_modules, load_sharded, persistent
-from manymesh_fsdp.optimizer import ScheduledAdamW
 from manymesh_fsdp.plan import AXIS, plan
 from manymesh_fsdp.weights import NamedWeights
 from sdk.parts import checkpoint_directory
+from sdk.parts.adamw import ScheduledAdamW
 from sdk.parts.log_probs import token_outputs
 from sdk.parts.micro_batches import check_loss, check_padded, check_request
 

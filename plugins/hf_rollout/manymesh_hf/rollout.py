@@ -9,19 +9,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from core.device import choose_device
 from core.errors import ManymeshError, Refused
-from core.manifest import ModelFacts
 from core.mesh import RankMesh
 from core.protocols import LogProbKind, MemoryTag, SamplingParams, WeightSpec
 from manymesh_hf.config import HfRolloutConfig
 from manymesh_hf.plan import plan
-from manymesh_hf.rows import PaddedPrompts, cut
-from manymesh_hf.sampling import ResponseEnd, RowSampler, row_uniforms
-from manymesh_hf.weights import WeightTable, WeightUpdate, drop, restore
+from sdk.parts.live_weights import WeightTable, WeightUpdate, drop, restore
+from sdk.parts.padded_rows import PaddedPrompts, cut
+from sdk.parts.pretrained import load_causal_lm
 from sdk.parts.rollout_checks import (
     check_stop_strings,
     check_tags,
@@ -33,6 +32,7 @@ from sdk.parts.rollout_checks import (
     valid_version,
 )
 from sdk.parts.rollout_rows import Prompts, Responses
+from sdk.parts.sampling import ResponseEnd, RowSampler, row_uniforms
 
 
 class HfRollout:
@@ -79,32 +79,13 @@ class HfRollout:
             Refused: no checkpoint is there, it lacks weights, or transformers cannot load it as a causal language
                 model.
         """
-        facts = ModelFacts.read(self._config.model)
-        try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                facts.path,
-                dtype=getattr(torch, self._config.dtype),
-                attn_implementation=self._config.attn_implementation,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-        except (ImportError, OSError, ValueError) as error:
-            raise Refused(
-                f"transformers cannot load {facts.path!r} as a causal language model",
-                have=str(error),
-                where=f"model type {facts.model_type!r}",
-                mend="check the directory's weights, and the config's attn_implementation",
-            ) from error
-        if missing := sorted(report["missing_keys"]):
-            raise Refused(
-                f"the checkpoint {facts.path!r} lacks {len(missing)} of the model's weights",
-                have=f"missing {missing[:20]}",
-                want="a whole checkpoint, as save_pretrained writes it",
-            )
-        self._eos = eos_ids(facts.path)
+        model = load_causal_lm(
+            self._config.model, self._config.dtype, attn_implementation=self._config.attn_implementation
+        )
+        self._eos = eos_ids(self._config.model)
         # generate fills what a call leaves open from here: a checkpoint's top_k or penalties must not slip in.
         model.generation_config = GenerationConfig()
-        self._model = model.eval().requires_grad_(False).to(self._device)
+        self._model = model.requires_grad_(False).to(self._device)
         self._table = WeightTable(self._model)
         self._update, self._dropped, self._version = None, [], 0
 

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from core.protocols import LogProbKind, SamplingParams
 from manymesh_hf.config import HfRolloutConfig
 from manymesh_hf.rollout import HfRollout
-from manymesh_hf.sampling import draw, row_uniforms
+from sdk.parts.sampling import draw, row_uniforms
 
 MakePrompts = Callable[..., TensorDict]
 Responses = Callable[[TensorDict], list[list[int]]]

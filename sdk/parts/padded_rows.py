@@ -1,4 +1,4 @@
-"""Prompts padded on the left for generate, and what comes back cut to rows without padding."""
+"""Prompts padded on the left, to be continued column by column, and what comes of them cut to rows without padding."""
 
 from __future__ import annotations
 

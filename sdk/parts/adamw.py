@@ -1,4 +1,5 @@
-"""AdamW over sharded parameters, with clipping, a learning-rate schedule and a guard against non-finite gradients."""
+"""AdamW over parameters that are sharded or whole, with clipping, a learning-rate schedule and a guard against
+non-finite gradients."""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ class ScheduledAdamW:
 
     Args:
         parameters: by name, all sharded over `group` (DTensors), or plain where the group is one rank.
-        group: the process group of their mesh.
+        group: the process group of their mesh; None where every rank holds all of every parameter, and of its gradient.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, group: Any) -> None:
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, group: Any = None
+    ) -> None:
         self._parameters, self._config, self._group = dict(parameters), config, group
         matrices = [p for p in self._parameters.values() if p.ndim > 1]
         others = [p for p in self._parameters.values() if p.ndim <= 1]
@@ -84,7 +87,7 @@ class ScheduledAdamW:
             raise Refused("there is no gradient to step with", mend="call forward_backward between zero_grad and step")
         # In fp32 whatever the gradients are; one all-reduce for all of them.
         square = torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float32)).square().sum()
-        if dist.get_world_size(self._group) > 1:
+        if self._group is not None and dist.get_world_size(self._group) > 1:
             dist.all_reduce(square, group=self._group)
         norm = float(square.sqrt())  # the step's one wait for the device
         if not math.isfinite(norm):

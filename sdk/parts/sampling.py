@@ -1,7 +1,7 @@
 """Choosing tokens: one draw a row and step from a stream of its own, vectorised over rows.
 
-transformers' generate runs greedily over what the sampler leaves: one token a row. So its sampling, whose draws depend
-on which rows share a batch, is not used.
+For a loop over steps, or for transformers' generate, which runs greedily over what the sampler leaves: one token a row.
+So transformers' own sampling, whose draws depend on which rows share a batch, is not used.
 """
 
 from __future__ import annotations

@@ -1,0 +1,47 @@
+"""A causal language model from a directory, whole, or a refusal that says what the directory lacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from core.errors import Refused
+from core.manifest import ModelFacts
+
+MEND = "give a directory that save_pretrained wrote: config.json and *.safetensors"
+
+
+def load_causal_lm(path: str, dtype: str, **options: Any) -> Any:
+    """The transformers model of a directory, on CPU, in eval mode.
+
+    Args:
+        dtype: of its parameters, "float32" or "bfloat16".
+        options: of from_pretrained, such as attn_implementation.
+
+    Raises:
+        Refused: no checkpoint is there, it lacks weights, or transformers cannot load it as a causal language model.
+    """
+    facts = ModelFacts.read(path)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            facts.path, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True, **options
+        )
+    except (ImportError, OSError, ValueError) as error:
+        raise Refused(
+            f"transformers cannot load {facts.path!r} as a causal language model",
+            have=str(error),
+            where=f"model type {facts.model_type!r}",
+            mend="check the directory's weights, and the config's attn_implementation",
+        ) from error
+    if missing := sorted(report["missing_keys"]):
+        # transformers warns and leaves them random.
+        raise Refused(
+            f"the checkpoint {facts.path!r} lacks {len(missing)} of the model's weights",
+            have=f"missing {missing[:20]}",
+            want="every parameter of the model",
+            where=facts.path,
+            mend=MEND,
+        )
+    return model.eval()
