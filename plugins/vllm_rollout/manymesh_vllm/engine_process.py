@@ -18,7 +18,8 @@ from safetensors.torch import load
 from vllm.v1.sample.sampler import Sampler
 
 from core.protocols import LogProbKind, WeightSpec
-from manymesh_vllm.weights import WeightUpdate, expected_tensors
+from manymesh_vllm.weights import WeightUpdate
+from sdk.parts.checkpoint_weights import expected_tensors
 
 KIND = "manymesh_log_probs"  # in vLLM's extra_args of a request
 _GREEDY = 1e-5  # vLLM takes lower temperatures for 0

@@ -22,8 +22,9 @@ from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.engine import LocalEngine
 from manymesh_vllm.memory import SleepingMemory
 from manymesh_vllm.plan import TP, plan
-from manymesh_vllm.weights import WeightUpdate, read_checkpoint
+from manymesh_vllm.weights import WeightUpdate
 from sdk.parts.agreement import agree
+from sdk.parts.checkpoint_weights import read_checkpoint
 from sdk.parts.rollout_checks import (
     check_stop_strings,
     check_tags,

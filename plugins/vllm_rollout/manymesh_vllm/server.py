@@ -12,17 +12,16 @@ import torch.distributed as dist
 from safetensors.torch import save
 from tensordict import TensorDict
 
-from core.batch import object_column
 from core.device import choose_device
 from core.errors import Refused
 from core.mesh import RankMesh
-from core.protocols import GenerationDelta, LogProbKind, MemoryTag, PauseMode, SamplingParams, WeightSpec
+from core.protocols import GenerationDelta, MemoryTag, PauseMode, SamplingParams, WeightSpec
 from manymesh_vllm import sampling as asked
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.memory import SleepingMemory
 from manymesh_vllm.plan import server_plan
 from manymesh_vllm.serving import Request, ServedEngine
-from manymesh_vllm.weights import read_checkpoint
+from sdk.parts.checkpoint_weights import read_checkpoint
 from sdk.parts.rollout_checks import (
     check_stop_strings,
     check_tags,
@@ -34,8 +33,9 @@ from sdk.parts.rollout_checks import (
     stop_ids,
     valid_version,
 )
-from sdk.parts.rollout_rows import Prompts, Responses
+from sdk.parts.rollout_rows import Prompts
 from sdk.parts.row_seeds import row_keys
+from sdk.parts.served_rows import one_prompt, served_batch
 from sdk.parts.weights import Announced, check_specs
 
 
@@ -109,18 +109,7 @@ class VllmServer:
             Refused: as generate, or num_samples is not 1.
         """
         version = self._may_sample(None)
-        if sampling.num_samples != 1:
-            raise Refused(
-                "a request is one response",
-                have=f"num_samples {sampling.num_samples}",
-                want="1",
-                mend="submit once a sample, with its number as `sample`",
-            )
-        if not len(prompt_ids):
-            raise Refused("a prompt is empty", want="at least one token")
-        ids = torch.tensor(list(prompt_ids))
-        numbers = torch.tensor([prompt_id])
-        table = Prompts(ids, torch.tensor([len(ids)]), numbers, torch.ones(1))
+        table = one_prompt(prompt_ids, sampling, prompt_id)
         [request] = self._requests(table, sampling, torch.tensor([sample]), [request_id or secrets.token_hex(8)])
         return self._running().stream(request, version)
 
@@ -143,25 +132,7 @@ class VllmServer:
         table = table.repeat(sampling.num_samples)
         requests = self._requests(table, sampling, sample, [secrets.token_hex(8) for _ in range(len(table))])
         answers = engine.call(engine.answers(requests, version)) if requests else []
-        responses = Responses.behind(
-            table,
-            [[token for delta in row for token in delta.token_ids] for row in answers],
-            [[value for delta in row for value in delta.log_probs] for row in answers],
-            [str(row[-1].finish_reason) for row in answers],
-        )
-        out = responses.batch(
-            table,
-            weight_version=version,
-            temperature=sampling.temperature or 1.0,
-            log_prob_kind=LogProbKind(sampling.log_probs).value,
-        )
-        spans = [_spans(row) for row in answers]
-        oldest = [
-            min((each for each, _ in row), default=deltas[-1].weight_version)
-            for row, deltas in zip(spans, answers, strict=True)
-        ]
-        out.set("weight_version", torch.tensor(oldest, dtype=torch.int64, device=table.tokens.device))
-        return out.set("weight_versions", object_column(spans))
+        return served_batch(table, answers, sampling, version)
 
     def _requests(
         self, table: Prompts, sampling: SamplingParams, sample: torch.Tensor, request_ids: Sequence[str]
@@ -366,16 +337,3 @@ class _Sleeper:
 
     def wake_up(self, tags: list[str]) -> Any:
         self._engine.call(self._engine.llm.wake_up(tags))
-
-
-def _spans(deltas: Sequence[GenerationDelta]) -> list[tuple[int, int]]:
-    """(version, number of tokens) of a row, in order."""
-    spans: list[tuple[int, int]] = []
-    for delta in deltas:
-        if not delta.token_ids:
-            continue
-        if spans and spans[-1][0] == delta.weight_version:
-            spans[-1] = delta.weight_version, spans[-1][1] + len(delta.token_ids)
-        else:
-            spans.append((delta.weight_version, len(delta.token_ids)))
-    return spans

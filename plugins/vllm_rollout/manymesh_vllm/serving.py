@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import threading
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from itertools import pairwise
 from math import isfinite
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 import torch
@@ -26,8 +24,8 @@ from manymesh_vllm import sampling as asked
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.engine import arguments, cannot_run, check_platform, environment_of
 from manymesh_vllm.engine_process import KIND, ServerExtension
-
-T = TypeVar("T")
+from sdk.parts.event_loop import LoopThread
+from sdk.parts.served_rows import by_version
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -84,9 +82,8 @@ class ServedEngine:
         made |= {"worker_extension_cls": extension, "seed": secrets.randbits(31)}
         self._running: set[str] = set()
         self._beginning: set[str] = set()  # of these, those of which nothing has come
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm server", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("vllm server")
+        self.call, self.there = self._thread.call, self._thread.there
 
         async def build() -> AsyncLLM:  # on the loop, where vLLM starts its tasks
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**made))
@@ -98,17 +95,11 @@ class ServedEngine:
             self.call(self.rpc("manymesh_sample_by_row"))
             self.call(self.llm.update_weight_version("0"))
         except (ValueError, NotImplementedError, RuntimeError) as error:
-            self._end_loop()
+            self._thread.end()
             raise cannot_run(facts, error) from error
         except BaseException:
-            self._end_loop()
+            self._thread.end()
             raise
-
-    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    async def there(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     async def rpc(self, method: str, *args: Any) -> None:
         try:
@@ -222,19 +213,7 @@ class ServedEngine:
             self.llm.shutdown()
 
         self.call(end())
-        self._end_loop()
-
-    def _end_loop(self) -> None:
-        async def cancel_all() -> None:
-            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-        self.call(cancel_all())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.end()
 
 
 def _dead() -> ManymeshError:
@@ -257,7 +236,7 @@ def _deltas(
         raise asked.not_finite(f"request {request.id!r}, weight version {version}")
     if request.certain:
         log_probs = (0.0,) * len(tokens)
-    pieces = _by_version(starts, num_sent, num_sent + len(tokens))
+    pieces = by_version(starts, num_sent, num_sent + len(tokens))
     reason = row.finish_reason if finished else None
     for number, (piece_version, start, stop) in enumerate(pieces, 1):
         here = slice(start - num_sent, stop - num_sent)
@@ -265,13 +244,3 @@ def _deltas(
         yield GenerationDelta(request.id, tokens[here], log_probs[here], piece_version, reason if last else None)
     if finished and not pieces:
         yield GenerationDelta(request.id, (), (), version, reason)
-
-
-def _by_version(starts: Sequence[tuple[str, int]], first: int, end: int) -> list[tuple[int, int, int]]:
-    """Cut tokens [first, end) where versions begin: (version, start, stop), none of them empty."""
-    bounds = [*(start for _, start in starts), end]
-    spans = [
-        (int(version), max(start, first), min(stop, end))
-        for (version, _), (start, stop) in zip(starts, pairwise(bounds), strict=True)
-    ]
-    return [span for span in spans if span[1] < span[2]]

@@ -8,73 +8,18 @@ one of its own layers is whole, makes the layer anew and copies it over the live
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from core.errors import ManymeshError, Refused
-from core.manifest import ModelFacts
+from core.errors import ManymeshError
 from core.protocols import WeightSpec
-from sdk.parts.saved_form import saved_form
 from sdk.parts.weights import Announced, some
 
 _OURS = "_manymesh_copy"  # marks a tensor that is no sender's
-
-
-def expected_tensors(model: str) -> dict[str, torch.Tensor]:
-    """What save_pretrained would write of a checkpoint's model, on meta.
-
-    vLLM's own names are those of its fused parameters, and no list of what it would take; so the model is asked of
-    transformers, which makes it without memory.
-    """
-    config = AutoConfig.from_pretrained(model, local_files_only=True)
-    with torch.device("meta"):
-        return saved_form(AutoModelForCausalLM.from_config(config))[1]
-
-
-def read_checkpoint(model: str) -> tuple[ModelFacts, dict[str, torch.Tensor]]:
-    """What a directory holds, and the tensors of expected_tensors.
-
-    Raises:
-        Refused: there is no checkpoint, of no causal language model that transformers knows, or not all of it.
-    """
-    facts = ModelFacts.read(model)
-    try:
-        expected = expected_tensors(facts.path)
-    except ValueError as error:
-        raise Refused(
-            f"transformers knows no causal language model in {facts.path!r}",
-            have=str(error),
-            where=f"model type {facts.model_type!r}",
-        ) from error
-    check_directory(facts.path, expected)
-    return facts, expected
-
-
-def check_directory(model: str, expected: Mapping[str, torch.Tensor]) -> None:
-    """See that a checkpoint's safetensors have what the model needs: what they lack vLLM leaves to chance.
-
-    Raises:
-        Refused: most names are there, some are not. Where nearly none is, the checkpoint has another way of naming,
-            which vLLM may know.
-    """
-    names: set[str] = set()
-    for file in sorted(Path(model).glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            names |= set(opened.keys())
-    missing = [name for name in expected if name not in names]
-    if 0 < len(missing) < len(expected) / 2:
-        raise Refused(
-            f"the checkpoint {model!r} lacks {len(missing)} of the model's weights",
-            have=f"missing {some(missing)}",
-            want="a whole checkpoint, as save_pretrained writes it",
-        )
 
 
 class WeightUpdate:
