@@ -19,6 +19,8 @@ from core.rows import Range, Rows, objects_in, starts
 from core.rows import contiguous as contiguous
 from core.rows import flat as flat
 from core.rows import is_batch as is_batch
+from core.rows import is_jagged as is_jagged
+from core.rows import nested as nested
 from core.rows import object_column as object_column
 
 
@@ -61,10 +63,6 @@ def objects(column: NonTensorStack) -> list[Any]:
     return objects_in(column)
 
 
-def is_jagged(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_nested
-
-
 def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """A jagged column from one tensor a row. Raises Refused for no rows: then their dtype is unknown."""
     if not rows:
@@ -74,7 +72,7 @@ def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def jagged_from(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """A jagged column from all tokens in row order, and each row's length."""
-    return _nested(values, starts(lengths))
+    return nested(values, starts(lengths))
 
 
 def row_lengths(batch: TensorDictBase) -> torch.Tensor:
@@ -186,13 +184,9 @@ def to_jagged(batch: TensorDictBase) -> TensorDict:
 
     def of(column: Any) -> Any:
         is_token_column = isinstance(column, torch.Tensor) and not column.is_nested and column.shape[:2] == mask.shape
-        return _nested(column[mask], offsets) if is_token_column else column
+        return nested(column[mask], offsets) if is_token_column else column
 
     return _build({name: of(column) for name, column in table.items()}, num_rows(batch))
-
-
-def _nested(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return torch.nested.nested_tensor_from_jagged(values, offsets.to(values.device))
 
 
 def _build(table: Mapping[str, Any], rows: int) -> TensorDict:

@@ -19,6 +19,11 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from core.errors import Refused
 
+try:  # with it the questions and the making of jagged columns are no dispatches; but it is no public name of torch
+    from torch.nested._internal.nested_tensor import NestedTensor
+except ImportError:
+    NestedTensor = None  # type: ignore[assignment,misc]
+
 Range = tuple[int, int]  # rows start..stop-1
 HUGE_BYTES = 4 << 20  # from here on numpy asks the system for huge pages
 
@@ -29,6 +34,9 @@ class Jagged:
 
     values: torch.Tensor
     offsets: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Jagged, (self.values, self.offsets)
 
 
 class Objects:
@@ -96,7 +104,7 @@ class Rows:
                 return Metadata(column.data)
             if isinstance(column, TensorDictBase):
                 return cls.of(column)
-            if not column.is_nested:
+            if type(column) is torch.Tensor or not is_jagged(column):
                 return column.detach()
             values, found = flat(column)
             if id(found) not in seen:
@@ -109,20 +117,22 @@ class Rows:
 
     def batch(self) -> TensorDict:
         """The TensorDict again. Columns that share offsets can be computed with together."""
-        out = TensorDict({}, batch_size=[self.num])
-        for name, column in self.columns.items():
+
+        def whole(column: Any) -> Any:
             match column:
                 case Jagged():
-                    offsets = self.offsets[column.offsets].to(column.values.device)
-                    column = torch.nested.nested_tensor_from_jagged(column.values, offsets)
+                    return nested(column.values, self.offsets[column.offsets])
                 case Objects():
-                    column = ObjectColumn.of(column, self.num) if self.num else object_column(column.values)
+                    return ObjectColumn.of(column, self.num) if self.num else object_column(column.values)
                 case Metadata():
-                    column = NonTensorData(column.value, batch_size=[self.num])
+                    return NonTensorData(column.value, batch_size=[self.num])
                 case Rows():
-                    column = column.batch()
-            out.set(name, column)
-        return out
+                    return column.batch()
+            return column
+
+        table = {name: whole(column) for name, column in self.columns.items()}
+        # Unsafe is what isn't checked: `set` asks each column for its shape, which of a nested one is a dispatch.
+        return TensorDict._new_unsafe(table, torch.Size([self.num]))
 
     def take(self, ranges: Sequence[Range]) -> Rows:
         """The rows of the ranges, in the order given. One range gives views, several give copies."""
@@ -302,9 +312,25 @@ def object_column(values: Sequence[Any]) -> NonTensorStack:
     return ObjectColumn.of(Objects(list(values)), len(values)) if values else NonTensorStack()
 
 
+def is_jagged(value: object) -> bool:
+    return type(value) is NestedTensor or (isinstance(value, torch.Tensor) and value.is_nested)
+
+
+def nested(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The jagged column of the values; those with a gradient get it through the column.
+
+    torch's own maker ends in the same constructor, by way of a dispatch that costs three times as much.
+    """
+    offsets = offsets.to(values.device)
+    if values.requires_grad or NestedTensor is None:
+        return torch.nested.nested_tensor_from_jagged(values, offsets)
+    column: torch.Tensor = NestedTensor(values, offsets)
+    return column
+
+
 def contiguous(column: Any) -> Any:
     """The jagged column with its values packed without holes, tokens on dim 1."""
-    if column.layout != torch.jagged:
+    if type(column) is not NestedTensor and column.layout != torch.jagged:
         raise Refused("nested columns have layout torch.jagged", have=column.layout)
     if column._ragged_idx != 1:
         raise Refused("jagged columns have their ragged dim right after rows", have=column._ragged_idx)

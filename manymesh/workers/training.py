@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 
-from core.batch import columns, flat, is_jagged, num_rows, row_lengths, take, to_jagged, to_padded
+from core.batch import columns, flat, is_jagged, nested, num_rows, row_lengths, take, to_jagged, to_padded
 from core.config import structure
 from core.dispatch import on_mesh, register
 from core.errors import ConfigError, Refused
@@ -259,7 +259,7 @@ class _Step:
         offsets = next(flat(column)[1] for column in columns(batch).values() if is_jagged(column))
         out = TensorDict({}, batch_size=batch.batch_size)
         for name, values in found.items():
-            out.set(name, torch.nested.nested_tensor_from_jagged(values, offsets))
+            out.set(name, nested(values, offsets))
         return out
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from core.batch import contiguous
+from core.batch import contiguous, nested
 
 
 def group_advantages(
@@ -47,4 +47,4 @@ def spread_over_tokens(by_row: torch.Tensor, batch: TensorDict) -> torch.Tensor:
     offsets = input_ids.offsets()  # shared, as arithmetic between columns demands
     mask = contiguous(batch["response_mask"]).values()
     values = torch.repeat_interleave(by_row, offsets.diff()) * mask
-    return torch.nested.nested_tensor_from_jagged(values, offsets)
+    return nested(values, offsets)
