@@ -1,0 +1,7 @@
+"""The contract, by the conformance kit."""
+
+from sdk.conformance import EngineConformance
+
+
+class TestFsdp(EngineConformance):
+    backend = "fsdp"

@@ -1,0 +1,233 @@
+"""What every suite has: the backend that is tested, the ranks it runs on, and tests that open by what it offers."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import attrs
+import pytest
+
+from core.config import structure
+from core.errors import RegistryError
+from core.manifest import Capability, Kind, Manifest, ModelFacts, Plan
+from core.registry import EngineRegistry, Entry, Status
+
+T = TypeVar("T")
+Test = TypeVar("Test", bound=Callable[..., Any])
+GATE = "__manymesh_gate__"
+
+
+@attrs.frozen
+class Gate:
+    """When a test is open. `closed(suite)` gives the reason why it isn't, or ""."""
+
+    capability: Capability | None
+    closed: Callable[[type[Conformance]], str]
+
+
+def offered(*capabilities: Capability) -> Callable[[Test], Test]:
+    """A test of what a backend offers: closed where the manifest lacks any of the capabilities."""
+
+    def closed(suite: type[Conformance]) -> str:
+        lacks = [each for each in capabilities if each not in suite.capabilities()]
+        return f"{', '.join(lacks)} not offered" if lacks else ""
+
+    return gate(closed, capabilities[0])
+
+
+def absent(capability: Capability) -> Callable[[Test], Test]:
+    """A test of what a backend does not offer: asking for it raises. Closed where the manifest has the capability."""
+    return gate(lambda suite: f"{capability} offered" if capability in suite.capabilities() else "", capability)
+
+
+def gate(closed: Callable[[type[Conformance]], str], capability: Capability | None = None) -> Callable[[Test], Test]:
+    """A test that is closed where `closed(suite)` gives a reason. A test may have several gates."""
+
+    def mark(test: Test) -> Test:
+        setattr(test, GATE, (*getattr(test, GATE, ()), Gate(capability, closed)))
+        return test
+
+    return mark
+
+
+@attrs.frozen
+class Subject:
+    """The backend under test, as it travels to the ranks that build it.
+
+    Attributes:
+        config: the adopter's options.
+        mutant: 'module:function' that gets what was built and gives what is tested; of the kit's own tests.
+    """
+
+    kind: Kind
+    backend: str
+    model_type: str | None
+    config: Mapping[str, Any]
+    device: str
+    mutant: str | None = None
+
+    def build(self, **options: Any) -> Any:
+        """The backend in this process, built by the registry from the adopter's options and these."""
+        made = EngineRegistry.new(
+            self.model_type, self.backend, {**self.config, **options}, self.device, kind=self.kind
+        )
+        return pkgutil.resolve_name(self.mutant)(made) if self.mutant else made
+
+
+@attrs.frozen
+class Mutant:
+    """A fault put into a sound backend, to see that the kit finds it.
+
+    Attributes:
+        name: what it does wrong, e.g. "averages instead of sums".
+        tests: names of the tests that must find it.
+        built: see Subject.mutant.
+        entry: the registry's entry with a fault in it.
+    """
+
+    name: str
+    tests: tuple[str, ...]
+    built: str | None = None
+    entry: Callable[[Entry], Entry] = attrs.field(default=lambda entry: entry, repr=False, eq=False)
+
+
+class Conformance:
+    """Base of the suites. A subclass in a plugin's tests sets `backend`, and pytest runs the suite on it.
+
+    Attributes:
+        backend: its name in the registry, or "distribution:name".
+        model_type: of several that the manifest has; None: the language model.
+        config: options of the backend, for every test; the kit adds the model and what a test varies.
+        worlds: numbers of ranks; empty: the first two of 1, 2, 4, 8 that the planner takes.
+        device: where the backend runs.
+        expected_failures: tests that are known to fail, each with the reason. One that passes fails.
+    """
+
+    kind: ClassVar[Kind]
+    backend: ClassVar[str] = ""
+    model_type: ClassVar[str | None] = None
+    config: ClassVar[Mapping[str, Any]] = {}
+    worlds: ClassVar[Sequence[int]] = ()
+    device: ClassVar[str] = "cpu"
+    expected_failures: ClassVar[Mapping[str, str]] = {}
+    mutant: ClassVar[Mutant | None] = None
+
+    @pytest.fixture(autouse=True)
+    def _places(self, conformance_session: Any) -> None:
+        self.session = conformance_session
+
+    # What is tested
+
+    @classmethod
+    def entry(cls) -> Entry:
+        """The registry's entry, also of a backend that lacks a dependency.
+
+        Raises:
+            RegistryError: unknown, ambiguous or without a manifest.
+        """
+        found = EngineRegistry.default()
+        owner, _, name = cls.backend.rpartition(":")
+        named = [
+            entry
+            for entry in found.entries
+            if (entry.kind, entry.name) == (cls.kind, name) and (not owner or entry.distribution == owner)
+        ]
+        lacking = len(named) == 1 and named[0].status is Status.MISSING_DEPENDENCY
+        entry = named[0] if lacking else found.resolve(cls.backend, cls.kind)
+        return cls.mutant.entry(entry) if cls.mutant else entry
+
+    @classmethod
+    def manifest(cls) -> Manifest:
+        manifest = cls.entry().manifest
+        if manifest is None:  # pragma: no cover
+            raise RegistryError(f"{cls.kind} {cls.backend!r} has no manifest")
+        return manifest
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        return cls.manifest().capabilities
+
+    @classmethod
+    def config_class(cls) -> Any:
+        return pkgutil.resolve_name(str(cls.manifest().config))
+
+    @classmethod
+    def has_option(cls, name: str) -> bool:
+        return name in {field.name for field in attrs.fields(cls.config_class())}
+
+    @classmethod
+    def planned(cls, world_size: int, model: str | None = None, **options: Any) -> Plan | None:
+        """What the planner answers; None without a planner. Raises Refused as the planner does."""
+        manifest = cls.manifest()
+        if manifest.planner is None:
+            return None
+        data = {"model": model or "model", **cls.config, **options}
+        facts = ModelFacts.read(model) if model else None
+        made: Plan = pkgutil.resolve_name(manifest.planner)(structure(cls.config_class(), data), world_size, facts)
+        return made
+
+    @classmethod
+    def worlds_used(cls) -> tuple[int, ...]:
+        """`worlds`, or the first two that the planner takes."""
+        if cls.worlds:
+            return tuple(cls.worlds)
+        return tuple(size for size in (1, 2, 4, 8) if cls._can_be(size))[:2]
+
+    @classmethod
+    def _can_be(cls, world_size: int) -> bool:
+        from core.errors import Refused
+
+        try:
+            cls.planned(world_size)
+        except Refused:
+            return False
+        return True
+
+    @classmethod
+    def subject(cls) -> Subject:
+        built = cls.mutant.built if cls.mutant else None
+        return Subject(cls.kind, cls.backend, cls.model_type, dict(cls.config), cls.device, built)
+
+    # Where it runs
+
+    def on(self, world_size: int, job: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
+        """`job(rank, world_size, subject, *args, **kwargs)` on every rank; the answers by rank.
+
+        A job gives data and the test judges it: a job that raises costs the others their ranks.
+        """
+        answers: list[T] = self.session.worlds(world_size, job, self.subject(), *args, **kwargs)
+        return answers
+
+    def model(self, family: str = "qwen3", **options: Any) -> str:
+        """A directory with a tiny model (sdk.testing.tiny_model), the same for the same arguments. Its weights are
+        large enough that predictions are far from uniform."""
+        return self.session.model(family, **options)
+
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        """`make()`, the first time that a suite with this subject asks for the key; then what it gave."""
+        made: T = self.session.once((repr(self.subject()), repr(key)), make)
+        return made
+
+
+class Session:
+    """What the suites of one pytest session share: worlds of ranks, models on disk, and what was made once."""
+
+    def __init__(self, worlds: Any, directory: Callable[[str], Path]) -> None:
+        self.worlds = worlds
+        self._directory = directory
+        self._made: dict[Any, Any] = {}
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def model(self, family: str, **options: Any) -> str:
+        from sdk.testing import tiny_model
+
+        options = {"initializer_range": 0.1} | options
+        key = ("model", family, repr(sorted(options.items())))
+        return str(self.once(key, lambda: tiny_model(self._directory(family), family, **options)))

@@ -1,0 +1,197 @@
+"""What a plugin says of itself before anything heavy is imported, and whether it is true."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from core.config import EngineConfig, RolloutConfig, structure
+from core.errors import ConfigError, Refused
+from core.hookspecs import PROJECT
+from core.registry import EngineRegistry
+from sdk.conformance.base import Conformance
+
+HEAVY = ("torch", "ray", "transformers", "vllm", "sglang", "megatron", "tensordict")
+
+# Run in a process of its own: what listing and planning do, then what came of it.
+LIST_AND_PLAN = """
+import json, os, pkgutil, sys
+module, config, planner, options, worlds, heavy = json.loads(sys.argv[1])
+hooks = pkgutil.resolve_name(module)
+for name in dir(hooks):
+    if name == "manymesh_manifests":
+        list(hooks.manymesh_manifests())
+cls = pkgutil.resolve_name(config)
+from core.config import structure
+from core.errors import Refused
+made = structure(cls, options)
+read = []
+if planner:
+    plan = pkgutil.resolve_name(planner)
+    class Watched(dict):
+        def _saw(self, name):
+            read.append(name)
+        def __getitem__(self, name):
+            self._saw(name)
+            return super().__getitem__(name)
+        def get(self, name, default=None):
+            self._saw(name)
+            return super().get(name, default)
+        def __contains__(self, name):
+            self._saw(name)
+            return super().__contains__(name)
+        def __iter__(self):
+            self._saw("all of it")
+            return super().__iter__()
+    os.environ, kept = Watched(os.environ), os.environ
+    for world in worlds:
+        try:
+            plan(made, world, None)
+        except Refused:
+            pass
+    os.environ = kept
+json.dump({"heavy": sorted(set(heavy) & set(sys.modules)), "environment": sorted(set(read))}, sys.stdout)
+"""
+
+
+class ManifestSuite(Conformance):
+    """Of every kind of backend that builds in a worker."""
+
+    def test_the_registry_lists_it_as_usable(self) -> None:
+        entry = EngineRegistry.default().resolve(self.backend, self.kind, self.model_type, self.device)
+        assert entry.manifest is not None
+        assert entry.manifest.summary, "the listing has one line for it: Manifest.summary"
+
+    def test_listing_and_planning_import_nothing_heavy(self) -> None:
+        heavy = self.listed_and_planned()["heavy"]
+        assert heavy == [], f"importing {self.entry().module}, config and planner also imports {heavy}"
+
+    def test_the_planner_reads_no_environment(self) -> None:
+        read = self.listed_and_planned()["environment"]
+        assert read == [], f"the planner reads {read} of the environment, which differs between driver and workers"
+
+    def listed_and_planned(self) -> dict[str, list[str]]:
+        def run() -> dict[str, list[str]]:
+            entry, manifest = self.entry(), self.manifest()
+            options = {"model": "model", **self.config}
+            data = (entry.module, manifest.config, manifest.planner, options, self.worlds_used(), HEAVY)
+            command = [sys.executable, "-c", LIST_AND_PLAN, json.dumps(data)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            assert done.returncode == 0, done.stderr
+            answer: dict[str, list[str]] = json.loads(done.stdout)
+            return answer
+
+        return self.once((self.entry(), "listed and planned"), run)
+
+    def test_what_it_requires_is_installed_in_a_version_that_it_names(self) -> None:
+        for group in self.manifest().requires:
+            wanted = [Requirement(text) for text in group]
+            have = {one.name: installed_version(one.name) for one in wanted}
+            met = [one for one in wanted if (v := have[one.name]) and one.specifier.contains(v, prereleases=True)]
+            assert met, f"the manifest requires {' or '.join(group)}; installed: {have}"
+            assert all(one.specifier or one.url for one in wanted), f"{group} names no version"
+
+    def test_its_package_imports_only_what_it_declares(self) -> None:
+        """By the import statements of the factory's package: what is installed and not declared works by luck."""
+        entry, manifest = self.entry(), self.manifest()
+        package = manifest.factory.partition(":")[0].partition(".")[0]
+        owner = importlib.metadata.metadata(entry.distribution)["Name"]
+        declared = {Requirement(text).name for text in importlib.metadata.requires(owner) or ()}
+        declared |= {Requirement(text).name for group in manifest.requires for text in group}
+        known = {canonicalize_name(name) for name in (*declared, owner, PROJECT)}
+        homes = importlib.metadata.packages_distributions()
+        undeclared = set()
+        for top in imported_packages(package) - set(sys.stdlib_module_names):
+            owners = {canonicalize_name(name) for name in homes.get(top, ())}
+            if owners and not owners & known:
+                undeclared.add(f"{top} ({', '.join(sorted(owners))})")
+        assert undeclared == set(), f"{owner} imports {sorted(undeclared)} and doesn't depend on them"
+
+    def test_its_options_have_types_and_defaults(self) -> None:
+        cls = self.config_class()
+        base = EngineConfig if self.kind == "engine" else RolloutConfig
+        assert attrs.has(cls), f"{cls} is no attrs class"
+        assert issubclass(cls, base), (
+            f"{cls.__name__} lacks the options that all have: extend core.config.{base.__name__}"
+        )
+        for field in attrs.fields(cls):
+            assert field.type is not None, f"option {field.name} has no type"
+            assert field.name == "model" or field.default is not attrs.NOTHING, f"option {field.name} has no default"
+
+    def test_its_options_are_structured_from_plain_data_and_checked(self) -> None:
+        cls = self.config_class()
+        data = {"model": "some/directory", **self.config}
+        made = structure(cls, data)
+        assert structure(cls, data) == made
+        with pytest.raises(ConfigError, match="sead"):
+            structure(cls, {**data, "sead": 1})
+        with pytest.raises(ConfigError, match="seed"):
+            structure(cls, {**data, "seed": "one"})
+
+    def test_its_factory_can_be_imported_and_called_as_the_registry_does(self) -> None:
+        manifest = self.manifest()
+        signature = inspect.signature(pkgutil.resolve_name(manifest.factory))
+        several = {"model_type": None} if len(manifest.model_types) > 1 else {}
+        signature.bind("config", device=self.device, **several)
+
+    def test_the_planner_gives_the_same_answer_twice(self) -> None:
+        for world_size in self.worlds_used():
+            assert self.planned(world_size) == self.planned(world_size)
+
+    def test_the_planner_refuses_a_world_of_no_ranks(self) -> None:
+        if self.manifest().planner is not None:
+            with pytest.raises(Refused):
+                self.planned(0)
+
+    def test_the_planner_puts_every_rank_in_its_place(self) -> None:
+        """Of each world that the suite uses, and of larger ones that the planner takes."""
+        for world_size in sorted({*self.worlds_used(), 8, 16}):
+            try:
+                plan = self.planned(world_size)
+            except Refused:
+                assert world_size not in self.worlds_used()
+                continue
+            if plan is not None:
+                plan.route.check("the plan's")
+                assert len(plan.route.dp_ranks) == world_size
+                for name, layout in plan.layouts.items():
+                    assert layout.world_size == world_size, f"layout {name!r} {layout} is not of {world_size} ranks"
+
+
+def installed_version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def imported_packages(package: str) -> set[str]:
+    """Top-level names that a package's files import, lazily too; imports under `try` are optional ones."""
+    spec: Any = importlib.util.find_spec(package)
+    places = [Path(each) for each in spec.submodule_search_locations or ()] or [Path(spec.origin)]
+    files = [file for place in places for file in (sorted(place.rglob("*.py")) if place.is_dir() else [place])]
+    return {name.partition(".")[0] for file in files for name in imports_of(ast.parse(file.read_text()))} - {package}
+
+
+def imports_of(node: ast.AST) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom) and child.level == 0 and child.module:
+            yield child.module
+        elif not isinstance(child, ast.Try):
+            yield from imports_of(child)
