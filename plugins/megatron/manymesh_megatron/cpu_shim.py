@@ -60,8 +60,9 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (torch.cuda, "get_rng_state", rng_state),
         (torch.cuda.random, "get_rng_state", rng_state),
         (rng, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        (torch.cuda, "Stream", _Stream),  # a class: modules imported meanwhile annotate with it
     ]
-    made += [(torch.cuda, name, give_stream) for name in ("Stream", "current_stream", "default_stream", "stream")]
+    made += [(torch.cuda, name, give_stream) for name in ("current_stream", "default_stream", "stream")]
     if not hasattr(moe, "te_general_gemm"):  # 0.16: a name that exists only with TransformerEngine, and is asked for
         made.append((moe, "te_general_gemm", None))
     return made
@@ -69,6 +70,9 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 
 class _Stream:
     """Work on CPU is done when a call returns: there is nothing to wait for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
 
     def _nothing(self, *_: Any, **__: Any) -> _Stream:
         return self

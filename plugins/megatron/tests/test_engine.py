@@ -346,6 +346,7 @@ def test_the_shim_changes_nothing_outside_and_is_not_for_cuda(on, monkeypatch) -
     with on_cpu(), on_cpu():
         assert torch.cuda.current_device() == torch.device("cpu")
         assert torch.zeros(2, device="cuda").device.type == "cpu"
+        assert type(None) in (torch.cuda.Stream | None).__args__  # as an annotation of a module imported meanwhile
     assert [getattr(torch.cuda, name) for name in names] == before
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(2, device="cuda")
