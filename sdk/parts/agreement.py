@@ -41,3 +41,19 @@ def agree(group: Any, error: Refused | None) -> None:
     for each in errors:
         if each is not None:
             raise each
+
+
+def on_every_rank(group: Any, function: Callable[[], T]) -> T:
+    """Run `function`, which must not be collective, on every rank, and give each rank its own answer.
+
+    Raises:
+        Refused: on all ranks, where the function raised it on any: that of the lowest one.
+    """
+    answers: list[T] = []
+    error: Refused | None = None
+    try:
+        answers.append(function())
+    except Refused as refusal:
+        error = refusal
+    agree(group, error)
+    return answers[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from core.errors import Refused
 from core.protocols import WeightSpec
 from sdk.parts.saved_form import saved_form
-from sdk.parts.weights import Announced, some
+from sdk.parts.weights import Announced, checked, some, together
 
 
 class _KeepViews(TorchFunctionMode):
@@ -66,14 +66,40 @@ class WeightTable:
         Raises:
             Refused: as sdk.parts.weights.check_specs, or this model's weights cannot be written in place.
         """
+        self._check()
+        return Announced(specs, {name: slot.view for name, slot in self._slots.items()})
+
+    def specs(self) -> list[WeightSpec]:
+        """What save_pretrained would write of this model.
+
+        Raises:
+            Refused: its weights are not views of its parameters.
+        """
+        self._check()
+        views = {name: slot.view for name, slot in self._slots.items()}
+        return [
+            WeightSpec(name, tuple(view.shape), str(view.dtype).removeprefix("torch."), together(name))
+            for name, view in views.items()
+        ]
+
+    def load(self, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Copy a stream of all weights into the model.
+
+        Raises:
+            Refused: as sdk.parts.weights.checked.
+        """
+        with torch.no_grad():
+            for name, tensor in checked(stream, {spec.name: spec.shape for spec in self.specs()}):
+                self.target(name).copy_(tensor)
+
+    def _check(self) -> None:
         if self._computed:
             raise Refused(
                 "this model's checkpoint is computed from its parameters, so it cannot be loaded tensor by tensor",
                 have=some(self._computed),
                 want="names that are views of parameters",
-                mend="use another rollout for this model",
+                mend="use another backend for this model",
             )
-        return Announced(specs, {name: slot.view for name, slot in self._slots.items()})
 
     def target(self, name: str) -> torch.Tensor:
         """The memory of a saved tensor in the model, to be written to."""

@@ -6,6 +6,9 @@ So transformers' own sampling, whose draws depend on which rows share a batch, i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
@@ -18,7 +21,9 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import StopStringCriteria
 
+from core.errors import Refused
 from core.protocols import LogProbKind, SamplingParams
+from sdk.parts.rollout_checks import check_stop_strings
 from sdk.parts.row_seeds import mix, row_keys
 
 
@@ -123,6 +128,24 @@ class RowSampler(LogitsProcessor):
 
 def _log_prob(logits: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     return logits.gather(1, token) - logits.logsumexp(-1, keepdim=True)
+
+
+def stop_strings(sampling: SamplingParams, tokenizer: Callable[[], Any]) -> StopStringCriteria | None:
+    """What finds the stop strings in a response; None where there are none to find.
+
+    Args:
+        tokenizer: called where there are any; see sdk.parts.rollout_checks.load_tokenizer.
+
+    Raises:
+        Refused: an empty string, or one that no token of the tokenizer can end; what `tokenizer` raises.
+    """
+    if not sampling.stop:
+        return None
+    check_stop_strings(sampling)
+    try:
+        return StopStringCriteria(tokenizer(), list(sampling.stop))
+    except ValueError as error:
+        raise Refused("no token of the tokenizer can end the stop strings", have=list(sampling.stop)) from error
 
 
 class ResponseEnd(StoppingCriteria):

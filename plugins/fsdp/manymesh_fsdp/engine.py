@@ -23,7 +23,7 @@ from core.errors import Refused
 from core.manifest import Limits
 from core.mesh import RankMesh
 from core.protocols import LossFn, LossScale, MicroResult, StepInfo, WeightSpec
-from manymesh_fsdp.checkpoint import read_tensors, write_tensors
+from sdk.parts.torch_checkpoint import read_tensors, write_tensors
 from manymesh_fsdp.config import FsdpConfig
 from manymesh_fsdp.model import drop_gradients, fsdp_modules, load_sharded, persistent
 from manymesh_fsdp.plan import AXIS, plan

@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from core.device import choose_device
-from core.errors import ManymeshError, Refused
+from core.errors import ManymeshError
 from core.mesh import RankMesh
 from core.protocols import LogProbKind, MemoryTag, SamplingParams, WeightSpec
 from manymesh_hf.config import HfRolloutConfig
 from manymesh_hf.plan import plan
-from sdk.parts.live_weights import WeightTable, WeightUpdate, drop, restore
 from sdk.parts.padded_rows import PaddedPrompts, cut
 from sdk.parts.pretrained import load_causal_lm
-from sdk.parts.rollout_checks import (
-    check_stop_strings,
-    check_tags,
-    eos_ids,
-    load_tokenizer,
-    no_update,
-    not_initialized,
-    stop_ids,
-    valid_version,
-)
+from sdk.parts.rollout_checks import check_tags, eos_ids, load_tokenizer, not_initialized, stop_ids, valid_version
 from sdk.parts.rollout_rows import Prompts, Responses
-from sdk.parts.sampling import ResponseEnd, RowSampler, row_uniforms
+from sdk.parts.sampling import ResponseEnd, RowSampler, row_uniforms, stop_strings
+from sdk.parts.versioned_weights import VersionedWeights
+from sdk.parts.world_mesh import world_mesh, world_size
 
 
 class HfRollout:
@@ -49,20 +41,11 @@ class HfRollout:
     def __init__(self, config: HfRolloutConfig, device: str | None = None) -> None:
         self._config = config
         self._device = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
-        in_world = dist.is_available() and dist.is_initialized()
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if in_world else (0, 1)
-        planned = plan(config, world_size, None)
-        self._mesh = RankMesh(
-            planned.layouts["dense"], rank, planned.route, (lambda *axes: dist.group.WORLD) if in_world else None
-        )
+        self._mesh = world_mesh(plan(config, world_size(), None))
         self._model: Any = None
-        self._tokenizer: Any = None
+        self._tokenizer = cache(lambda: load_tokenizer(config.model))
         self._eos: tuple[int, ...] = ()
-        self._table: WeightTable | None = None
-        self._update: WeightUpdate | None = None
-        self._dropped: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        self._version: int | None = None
-        self._whole: int | None = None  # while an update is under way: the version that is still whole
+        self._weights: VersionedWeights | None = None
 
     @property
     def mesh(self) -> RankMesh:
@@ -70,7 +53,7 @@ class HfRollout:
 
     @property
     def weight_version(self) -> int | None:
-        return self._version
+        return self._weights.version if self._weights else None
 
     def initialize(self) -> None:
         """Load the directory's weights, which are version 0.
@@ -86,8 +69,7 @@ class HfRollout:
         # generate fills what a call leaves open from here: a checkpoint's top_k or penalties must not slip in.
         model.generation_config = GenerationConfig()
         self._model = model.requires_grad_(False).to(self._device)
-        self._table = WeightTable(self._model)
-        self._update, self._dropped, self._version = None, [], 0
+        self._weights = VersionedWeights(self._model)
 
     def generate(self, prompts: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
         """See `core.protocols.Rollout.generate`. Columns come back on the device of prompt_ids.
@@ -101,13 +83,13 @@ class HfRollout:
                 leave no room in the context; stop ids or strings that the model or its tokenizer doesn't have.
             ManymeshError: the model gave logits that are not finite.
         """
-        version = valid_version(self._version, min_version, self._state())
+        version = self._weights.valid(min_version) if self._weights else valid_version(None, None, "not initialized")
         table = Prompts.read(prompts)
         config = self._model.config.get_text_config(decoder=True)
         context = getattr(config, "max_position_embeddings", None)
         table.check(config.vocab_size, context, sampling.max_new_tokens)
         ends = torch.tensor(stop_ids(sampling, self._eos, config.vocab_size), dtype=torch.int64, device=self._device)
-        strings = self._stop_strings(sampling)
+        strings = stop_strings(sampling, self._tokenizer)
         sample = torch.arange(sampling.num_samples).repeat(len(table))
         table = table.repeat(sampling.num_samples)
         uniforms = None
@@ -157,30 +139,10 @@ class HfRollout:
         if not bool(responses.log_probs.isfinite().all()):
             raise ManymeshError(
                 "the model gave logits that are not finite",
-                where=f"weight version {self._version}, rank {self._mesh.rank}",
+                where=f"weight version {self.weight_version}, rank {self._mesh.rank}",
                 mend="look at the last weight update: parameters may be NaN or infinite",
             )
         return responses
-
-    def _state(self) -> str:
-        if self._model is None:
-            return "not initialized"
-        if self._dropped:
-            return "weights released"
-        return "a weight update under way" if self._update else "weights released or an update not finished"
-
-    def _stop_strings(self, sampling: SamplingParams) -> StopStringCriteria | None:
-        if not sampling.stop:
-            return None
-        check_stop_strings(sampling)
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._config.model)
-        try:
-            return StopStringCriteria(self._tokenizer, list(sampling.stop))
-        except ValueError as error:
-            raise Refused(
-                "no token of the tokenizer can end the stop strings", have=list(sampling.stop), where=self._config.model
-            ) from error
 
     def release(self, tags: Sequence[MemoryTag]) -> None:
         """Free memory.
@@ -189,78 +151,41 @@ class HfRollout:
         and a whole update was loaded. Buffers (rotary tables) stay. "kv_cache": the cache lives no longer than a call
         of generate, so there is none to drop. On CUDA either gives the allocator's free blocks back to the device.
         """
-        self._check_tags(tags)
-        if "weights" in tags and not self._dropped:
-            self._update, self._version = None, None
-            self._dropped = drop(self._model)
+        weights = self._loaded()
+        check_tags(tags)
+        if "weights" in tags:
+            weights.release()
         self._empty_cache()
 
     def resume(self, tags: Sequence[MemoryTag]) -> None:
         """Take memory again. Weights hold garbage then, so that weight_version stays None until a whole update."""
-        self._check_tags(tags)
-        if "weights" in tags:
-            restore(self._dropped)
-            self._dropped = []
-
-    def _check_tags(self, tags: Sequence[str]) -> None:
-        self._loaded()
+        weights = self._loaded()
         check_tags(tags)
-
-    def _loaded(self) -> WeightTable:
-        if self._table is None:
-            raise not_initialized()
-        return self._table
+        if "weights" in tags:
+            weights.resume()
 
     def begin_weight_update(self, specs: Sequence[WeightSpec], version: int) -> None:
-        """See `core.protocols.Rollout`. An update that was begun before and not finished is forgotten.
-
-        Raises:
-            Refused: names, shapes or kinds of dtype differ from the model's (dtypes of one kind are cast), or the
-                weights are released. Nothing has changed then.
-        """
-        table = self._loaded()
-        if self._dropped:
-            raise Refused(
-                "the rollout's weights are released, so there is nothing to load into",
-                mend="resume(['weights']) before the update",
-            )
-        update = WeightUpdate(table, specs, version)
-        if self._update is None:
-            self._whole = self._version
-        self._update, self._version = update, None
+        """See `core.protocols.Rollout`; raises as sdk.parts.versioned_weights."""
+        self._loaded().begin(specs, version)
 
     def load_bucket(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Copy tensors into the model; they may be reused after return.
-
-        Raises:
-            Refused: no update was begun; a tensor was not announced, came before or has another shape. Nothing of the
-                bucket is copied then.
-        """
-        update, self._whole = self._under_way(), None
-        update.load(bucket)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        self._loaded().load(bucket)
 
     def finish_weight_update(self) -> None:
-        """Raises Refused, with the names, when weights have not come; weight_version stays None then."""
-        update = self._under_way()
-        update.check_complete()
-        self._update, self._version = None, update.version
+        self._loaded().finish()
 
     def abort_weight_update(self) -> None:
         """Forget the update. Weights are written in place: if a bucket has come, weight_version stays None."""
-        if self._update is not None:
-            self._update, self._version = None, self._whole
+        self._loaded().abort()
 
-    def _under_way(self) -> WeightUpdate:
-        if self._update is None:
-            raise no_update()
-        return self._update
+    def _loaded(self) -> VersionedWeights:
+        if self._weights is None:
+            raise not_initialized()
+        return self._weights
 
     def shutdown(self) -> None:
         """Let go of the model; `initialize()` may load it again."""
-        self._model = self._tokenizer = self._table = self._update = self._version = None
-        self._dropped = []
+        self._model = self._weights = None
         self._empty_cache()
 
     def _empty_cache(self) -> None:

@@ -13,7 +13,7 @@ from sdk.parts.checkpoint_directory import cannot_write
 
 
 def write_tensors(directory: Path, tensors: dict[str, Any]) -> None:
-    """Collective: each rank its own shards.
+    """Collective: each rank its own shards; of tensors that all ranks have under one name, one rank's.
 
     Raises:
         Refused, OSError: a rank could not write.

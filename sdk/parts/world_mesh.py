@@ -1,0 +1,32 @@
+"""The mesh of a backend whose layout has one axis: all ranks of the process group that the worker has opened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from core.errors import Refused
+from core.manifest import Plan
+from core.mesh import RankMesh
+
+
+def world_size() -> int:
+    """Number of ranks in the default process group; 1 where there is none."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def world_mesh(planned: Plan, layout: str = "dense") -> RankMesh:
+    """This rank's place in a plan's layout of one axis.
+
+    Its `group` is the default process group, and raises Refused for another axis, or where there is no such group.
+    """
+    chosen = planned.layouts[layout]
+
+    def group(*axes: str) -> Any:
+        if axes != chosen.axes:
+            raise Refused("the mesh has no such axes", have=axes, want=chosen.axes, where=str(chosen))
+        return dist.group.WORLD
+
+    open_ = dist.is_initialized()
+    return RankMesh(chosen, dist.get_rank() if open_ else 0, planned.route, group if open_ else None)
