@@ -242,15 +242,16 @@ def test_a_receiver_that_hangs_ends_the_sync_at_the_deadline(
     groups: Any, sync_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     senders, receivers = groups
-    sync = sync_of(timeout_s=1.0)
+    sync = sync_of(timeout_s=2.0)
     sync.sync()
     rollout = worker(receivers[0]).rollout
     with monkeypatch.context() as patch:
-        patch.setattr(rollout, "load_bucket", lambda bucket: time.sleep(1.6))
+        patch.setattr(rollout, "load_bucket", lambda bucket: time.sleep(4))
         start = time.monotonic()
-        with pytest.raises(TransferFailed, match="waited 1 s for all receivers to load bucket 0"):
+        late = r"receiver 1 of 2 \(group 'first', rank 0\)\n"
+        with pytest.raises(TransferFailed, match=f"waited 2 s for all receivers to load bucket 0; .* not .* {late}"):
             sync.sync()
-        assert 1 < time.monotonic() - start < 20
+        assert 2 < time.monotonic() - start < 60
     assert sync.sync() == worker(senders).weight_version
 
 
@@ -302,7 +303,7 @@ def test_a_receiver_that_never_comes_is_waited_for_until_the_deadline(
     groups: Any, sync_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     senders, receivers = groups
-    sync = sync_of(timeout_s=0.5)
+    sync = sync_of(timeout_s=2.0)
     with monkeypatch.context() as patch:
         patch.setattr(worker(receivers[1]), "connect_receiver", lambda link, index, host: "")
         with pytest.raises(TransferFailed, match=r"did not meet[\s\S]*all ends to join the process group"):

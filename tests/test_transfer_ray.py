@@ -138,7 +138,7 @@ def test_no_more_than_two_buckets_are_in_the_object_store_at_a_time(ray_cluster:
     far = Channel.join(channel.address, 20)
     transfers[1].connect(far.round("connect"), 1, 1, "127.0.0.1")
     rollout: Any = Loading()
-    receipt = ReceivingEnd(far, transfers[1], "receiver", 1, 4000, device=torch.device("cpu")).receive(
+    receipt = ReceivingEnd(far, transfers[1], "receiver", 1, 4000, index=1, device=torch.device("cpu")).receive(
         specs, rollout, "sync", 1
     )
     sending.join(20)

@@ -58,8 +58,13 @@ class Channel:
                 mend="see whether the sending group runs, and whether this node can reach that address",
             ) from error
 
-    def round(self, name: str) -> Round:
-        return Round(self, name)
+    def round(self, name: str, patience: float = 1.0) -> Round:
+        """The keys of one round.
+
+        Args:
+            patience: waits are this many times the channel's deadline: who knows least of a failure waits longest.
+        """
+        return Round(self, name, patience)
 
 
 def _store(address: Address, timeout_s: float, **more: Any) -> Any:
@@ -71,8 +76,8 @@ def _store(address: Address, timeout_s: float, **more: Any) -> Any:
 class Round:
     """The keys of one sync, or of one connect. Its verdict is decided once: to commit, or to stop and why."""
 
-    def __init__(self, channel: Channel, name: str) -> None:
-        self.store, self.name, self._timeout_s = channel.store, name, channel.timeout_s
+    def __init__(self, channel: Channel, name: str, patience: float = 1.0) -> None:
+        self.store, self.name, self._timeout_s = channel.store, name, channel.timeout_s * patience
         self._known = {"verdict"}
 
     @property
@@ -106,6 +111,12 @@ class Round:
         """Wait until all have been counted in."""
         self._known.add(key)
         self.get(f"{key}.all", what)
+
+    def now(self, key: str) -> bytes | None:
+        """A key's value, if there is one."""
+        self._known.add(key)
+        name = self._key(key)
+        return bytes(self.store.get(name)) if self.store.check([name]) else None
 
     def decide(self, verdict: str) -> str:
         """Give this verdict if there is none yet; gives the one that counts."""

@@ -19,13 +19,15 @@ from typing import Any
 import attrs
 import torch
 
-from core.errors import ManymeshError
+from core.errors import DeadlineExceeded, ManymeshError
 from core.protocols import Rollout, WeightSpec, WeightTransfer
 from manymesh.workers.transfer.buckets import Bucket, Joiner, Named, cut, plan
 from manymesh.workers.transfer.channel import COMMIT, Channel, Round, Stopped
 from manymesh.workers.transfer.digest import digest, stacked
 
 DEPTH = 2  # buckets that exist at a time
+# A receiver waits this many times as long as the sender, which can say who is late: a receiver just hears nothing more.
+PATIENCE = 1.5
 
 
 @attrs.frozen
@@ -130,23 +132,34 @@ class SendingEnd(_End):
         if self._before is not None:
             round_, num_buckets = self._before
             counted = [f"loaded.{number}" for number in range(num_buckets)] + ["verified"]
-            round_.forget([*counted, *(f"{key}.all" for key in counted)])
+            at = [f"at.{index}" for index in range(1, self._num_receivers + 1)]
+            round_.forget([*at, *counted, *(f"{key}.all" for key in counted)])
 
     def _hand_over(self, round_: Round, number: int, pieces: list[torch.Tensor]) -> None:
         round_.check()
         if number >= DEPTH:
-            round_.all_counted(f"loaded.{number - DEPTH}", f"all receivers to load bucket {number - DEPTH}")
+            self._all_have_loaded(round_, number - DEPTH)
             self.transfer.free(number - DEPTH)
         if pieces:
             self.transfer.send(round_, number, pieces)
+
+    def _all_have_loaded(self, round_: Round, number: int) -> None:
+        try:
+            round_.all_counted(f"loaded.{number}", f"all receivers to load bucket {number}")
+        except DeadlineExceeded as error:
+            behind = []
+            for index in range(1, self._num_receivers + 1):
+                last, _, name = (round_.now(f"at.{index}") or b"-1 receiver %d" % index).decode().partition(" ")
+                behind += [name] if int(last) < number else []
+            raise DeadlineExceeded(f"{error}; it is not loaded by {', '.join(behind)}") from error
 
 
 class ReceivingEnd(_End):
     """A rank that holds a rollout."""
 
-    def __init__(self, *args: Any, device: torch.device) -> None:
+    def __init__(self, *args: Any, index: int, device: torch.device) -> None:
         super().__init__(*args)
-        self._device = device
+        self._index, self._device = index, device
 
     def receive(self, specs: Sequence[WeightSpec], rollout: Rollout, round_name: str, version: int) -> Receipt:
         """Load all tensors into a rollout that has begun its update, verify them, and finish or abort the update.
@@ -154,9 +167,10 @@ class ReceivingEnd(_End):
         What goes wrong on the way is in the receipt, not raised: the rollout has no valid weights then, but the group
         is healthy.
         """
-        round_ = self.channel.round(round_name)
+        round_ = self.channel.round(round_name, PATIENCE)
         start, receipt = time.perf_counter(), Receipt(self._name, version, len(specs))
         try:
+            self._at(round_, -1)
             with ThreadPoolExecutor(1, "weights") as link:
                 table, waited = self._load(round_, link, specs, rollout)
             self._verify(round_, specs, table)
@@ -195,8 +209,12 @@ class ReceivingEnd(_End):
                 self._failed(Receipt(self._name, 0), round_, error)  # at once: the link's thread waits for the next
                 raise
             del load, pieces  # views of a buffer that is used again
+            self._at(round_, number)
             round_.count_in(f"loaded.{number}", self._num_receivers)
         return stacked(digests), waited
+
+    def _at(self, round_: Round, number: int) -> None:
+        round_.put(f"at.{self._index}", f"{number} {self._name}")
 
     def _take(self, round_: Round, number: int, bucket: Bucket) -> Sequence[torch.Tensor]:
         pieces = self.transfer.receive(round_, number, bucket.sizes) if bucket.sizes else []

@@ -171,6 +171,7 @@ class ReceivesWeights(Worker):
                 name,
                 link.num_receivers,
                 link.bucket_bytes,
+                index=index,
                 device=choose_device(link.device, self.context.local_rank),
             )
         return said
