@@ -83,7 +83,11 @@ class VllmRollout:
         device_mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=("dp", TP))
 
         def group(*axes: str) -> Any:
-            return dist.group.WORLD if set(axes) == {"dp", TP} else device_mesh.get_group(*axes)
+            if set(axes) == {"dp", TP}:
+                return dist.group.WORLD
+            if axes not in (("dp",), (TP,)):
+                raise Refused("the mesh has no such axes", have=axes, want=("dp", TP))
+            return device_mesh.get_group(*axes)
 
         return group
 
