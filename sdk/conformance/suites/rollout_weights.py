@@ -14,6 +14,7 @@ from core.manifest import Capability
 from core.protocols import Rollout, WeightSpec
 from sdk.conformance.base import absent, offered
 from sdk.conformance.suites.rollout_base import (
+    Held,
     Models,
     RolloutSuite,
     Weights,
@@ -74,13 +75,15 @@ class WeightTests(RolloutSuite):
         return self.error(rollout, self.models.reference(number)) < 1e-4
 
     def test_it_is_the_reference_model_before_and_after_each_of_three_updates(
-        self, request: pytest.FixtureRequest, family: str
+        self, held: Held, fresh: Callable[[str], Rollout], family: str
     ) -> None:
         name, options = FAMILIES[family]
         if family == "untied":
-            rollout: Rollout = request.getfixturevalue("live")
+            rollout = held.get()
+            held.changed = True
         else:
-            rollout = request.getfixturevalue("fresh")(self.models.directory(1, name, **options))
+            held.close()  # what engines of one process share may be cut otherwise for this family
+            rollout = fresh(self.models.directory(1, name, **options))
         assert self.error(rollout, self.models.reference(1, name, **options)) < 1e-4
         for version, (number, size) in enumerate([(2, 3), (3, 1), (1, 100)], start=1):
             reference = self.models.reference(number, name, **options)
