@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import signal
 import sys
 import time
@@ -187,6 +188,7 @@ class RayTransport:
     Args:
         methods: names of the worker's registered methods.
         env: environment variables of the actors' processes.
+        python: their interpreter; None for the driver's.
 
     Raises:
         Refused: the pool cannot be placed.
@@ -196,7 +198,13 @@ class RayTransport:
     keeps = "ray"
 
     def __init__(
-        self, pool: RayResourcePool, group: str, methods: Iterable[str], env: Mapping[str, str], start_timeout_s: float
+        self,
+        pool: RayResourcePool,
+        group: str,
+        methods: Iterable[str],
+        env: Mapping[str, str],
+        start_timeout_s: float,
+        python: str | None = None,
     ) -> None:
         self.world_size, self._group = pool.world_size, group
         self._here = ray.get_runtime_context().get_node_id()
@@ -204,6 +212,9 @@ class RayTransport:
         placed_groups = pool.placement_groups()
         pool.let_in(self)  # not before there is room: a refused group is no tenant
         actor_class = ray.remote(host_class(methods))
+        environment: dict[str, Any] = {"env_vars": dict(env)} if env else {}
+        if python is not None:
+            environment["py_executable"] = shlex.quote(python)  # Ray hands it to a shell
         self._actors: list[Any] = []
         self.identities: list[Identity] = []
         for placed in placed_groups:
@@ -213,7 +224,7 @@ class RayTransport:
                         num_cpus=pool.cpus_per_process,
                         num_gpus=pool.gpus_per_process,
                         max_restarts=0,
-                        runtime_env={"env_vars": dict(env)} if env else None,
+                        runtime_env=environment or None,
                         scheduling_strategy=PlacementGroupSchedulingStrategy(
                             placed, placement_group_bundle_index=bundle
                         ),

@@ -8,6 +8,7 @@ from core.discovery import check_core
 from core.dispatch import method_specs
 from core.group import RayClassWithInitArgs, WorkerGroup
 from core.transport.ray.actors import RayTransport
+from core.transport.ray.environment import checked_python
 from core.transport.ray.pool import RayResourcePool, need_ray
 
 
@@ -19,12 +20,14 @@ class RayWorkerGroup(WorkerGroup):
         ray_cls_with_init: what to construct on each rank.
         name: for errors; the class's name when not given.
         env: environment variables of the actors' processes.
+        python: interpreter of the environment that the actors run in, on all nodes; None for the driver's own.
         timeout_s: deadline of a call that declares none, seconds.
         start_timeout_s: deadline of start and construction, seconds.
         observers: are told of every call; see core.observe.
 
     Raises:
-        Refused: the pool cannot be placed, a method has a reserved name, or all constructors refused.
+        Refused: the pool cannot be placed, a method has a reserved name, `python` has not the versions that it must
+            share with the driver (see docs/driver.md), or all constructors refused.
         DeadlineExceeded: the processes did not start in time.
         WorkerFailed: a constructor raised; all processes have been ended.
     """
@@ -36,6 +39,7 @@ class RayWorkerGroup(WorkerGroup):
         *,
         name: str | None = None,
         env: Mapping[str, str] | None = None,
+        python: str | None = None,
         timeout_s: float = 7200.0,
         start_timeout_s: float = 300.0,
         observers: Sequence[object] = (),
@@ -44,7 +48,8 @@ class RayWorkerGroup(WorkerGroup):
         check_core()  # a user's folder named core would be what the workers import
         name = name or ray_cls_with_init.cls.__name__
         methods = method_specs(ray_cls_with_init.cls)
-        transport = RayTransport(resource_pool, name, methods, env or {}, start_timeout_s)
+        python = checked_python(python) if python is not None else None
+        transport = RayTransport(resource_pool, name, methods, env or {}, start_timeout_s, python)
         super().__init__(
             transport,
             ray_cls_with_init,
