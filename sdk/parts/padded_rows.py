@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import torch
 
+from core.errors import ManymeshError
 from sdk.parts.rollout_rows import Prompts, Responses
 
 
@@ -49,13 +50,19 @@ class PaddedPrompts:
         return torch.arange(width, device=self.ids.device) >= width - self.lengths[:, None]
 
 
-def cut(prompts: PaddedPrompts, sequences: torch.Tensor, log_probs: torch.Tensor, ends: torch.Tensor) -> Responses:
+def cut(
+    prompts: PaddedPrompts, sequences: torch.Tensor, log_probs: torch.Tensor, ends: torch.Tensor, where: str = ""
+) -> Responses:
     """Drop the padding and what was generated after a row's end.
 
     Args:
         sequences: int64 (rows, width of prompts + steps).
         log_probs: fp32 (rows, steps).
         ends: int64 (rows), tokens of the response, 0 where no stop came.
+        where: weight version and rank, for the error.
+
+    Raises:
+        ManymeshError: a log-probability is not finite.
     """
     rows, width = prompts.ids.shape
     steps = sequences.shape[1] - width
@@ -66,4 +73,11 @@ def cut(prompts: PaddedPrompts, sequences: torch.Tensor, log_probs: torch.Tensor
     padded = torch.cat([log_probs.new_zeros(rows, width), log_probs[:, :steps]], dim=1)
     reasons = tuple("stop" if stop else "length" for stop in stopped.tolist())
     mask = (at >= width).expand_as(keep)[keep]
-    return Responses(sequences[keep], mask, padded[keep], prompts.lengths + ends, reasons)
+    chosen = padded[keep]
+    if not bool(chosen.isfinite().all()):
+        raise ManymeshError(
+            "the model gave logits that are not finite",
+            where=where,
+            mend="look at the last weight update: parameters may be NaN or infinite",
+        )
+    return Responses(sequences[keep], mask, chosen, prompts.lengths + ends, reasons)

@@ -13,7 +13,6 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from core.device import choose_device
-from core.errors import ManymeshError
 from core.mesh import RankMesh
 from core.protocols import LogProbKind, MemoryTag, SamplingParams, WeightSpec
 from manymesh_hf.config import HfRolloutConfig
@@ -135,14 +134,8 @@ class HfRollout:
             logits_processor=LogitsProcessorList([sampler]),
             stopping_criteria=StoppingCriteriaList([end]),
         )
-        responses = cut(prompts, sequences, sampler.log_probs, end.lengths)
-        if not bool(responses.log_probs.isfinite().all()):
-            raise ManymeshError(
-                "the model gave logits that are not finite",
-                where=f"weight version {self.weight_version}, rank {self._mesh.rank}",
-                mend="look at the last weight update: parameters may be NaN or infinite",
-            )
-        return responses
+        where = f"weight version {self.weight_version}, rank {self._mesh.rank}"
+        return cut(prompts, sequences, sampler.log_probs, end.lengths, where)
 
     def release(self, tags: Sequence[MemoryTag]) -> None:
         """Free memory.

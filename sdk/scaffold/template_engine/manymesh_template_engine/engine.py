@@ -23,8 +23,6 @@ from core.errors import Refused
 from core.manifest import Limits
 from core.mesh import RankMesh
 from core.protocols import LossFn, LossScale, MicroResult, StepInfo, WeightSpec
-from manymesh_template_engine.config import TemplateEngineConfig
-from manymesh_template_engine.plan import plan
 from sdk.parts import checkpoint_directory
 from sdk.parts.adamw import ScheduledAdamW
 from sdk.parts.agreement import on_every_rank
@@ -34,6 +32,9 @@ from sdk.parts.micro_batches import check_loss, check_padded, check_request
 from sdk.parts.pretrained import load_causal_lm
 from sdk.parts.torch_checkpoint import read_tensors, write_tensors
 from sdk.parts.world_mesh import world_mesh, world_size
+
+from .config import TemplateEngineConfig
+from .plan import plan
 
 NAME = "template-engine"  # in the manifest; a checkpoint says which engine wrote it
 Adapter = Literal["merged", "only"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from core.errors import Refused
 from core.manifest import Limits, ModelFacts, Plan
 from core.mesh import MeshLayout
-from manymesh_template_engine.config import TemplateEngineConfig
+
+from .config import TemplateEngineConfig
 
 
 def plan(config: TemplateEngineConfig, world_size: int, model: ModelFacts | None) -> Plan:

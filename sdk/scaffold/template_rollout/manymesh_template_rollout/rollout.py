@@ -1,0 +1,162 @@
+"""The rollout: plain torch, one token a step with a cache, a whole model on every rank.
+
+It samples as it is. Put your own engine in the place of `initialize` and `_continue`; the tests say whether what you
+made still is a rollout.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from transformers import DynamicCache
+
+from core.device import choose_device
+from core.mesh import RankMesh
+from core.protocols import LogProbKind, MemoryTag, SamplingParams, WeightSpec
+from sdk.parts.padded_rows import PaddedPrompts, cut
+from sdk.parts.pretrained import load_causal_lm
+from sdk.parts.rollout_checks import check_tags, eos_ids, load_tokenizer, not_initialized, stop_ids, valid_version
+from sdk.parts.rollout_rows import Prompts, Responses
+from sdk.parts.sampling import ResponseEnd, RowSampler, row_uniforms, stop_strings
+from sdk.parts.versioned_weights import VersionedWeights
+from sdk.parts.world_mesh import world_mesh, world_size
+
+from .config import TemplateRolloutConfig
+from .plan import plan
+
+
+class TemplateRollout:
+    """Meets `core.protocols.Rollout`.
+
+    Args:
+        config: options; `config.model` is the directory to load.
+        device: "cpu", "cuda" or None for what the machine has.
+    """
+
+    def __init__(self, config: TemplateRolloutConfig, device: str | None = None) -> None:
+        self._config = config
+        self._device = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        self._mesh = world_mesh(plan(config, world_size(), None))
+        self._tokenizer = cache(lambda: load_tokenizer(config.model))
+        self._eos: tuple[int, ...] = ()
+        self._model: Any = None
+        self._weights: VersionedWeights | None = None
+
+    @property
+    def mesh(self) -> RankMesh:
+        return self._mesh
+
+    @property
+    def weight_version(self) -> int | None:
+        return self._weights.version if self._weights else None
+
+    def initialize(self) -> None:
+        """Load the directory's weights, which are version 0.
+
+        Raises:
+            Refused: the directory holds no model.
+        """
+        config = self._config
+        model = load_causal_lm(config.model, config.dtype, attn_implementation=config.attn_implementation)
+        self._eos = eos_ids(config.model)
+        self._model = model.requires_grad_(False).to(self._device)
+        self._weights = VersionedWeights(self._model)
+
+    @torch.no_grad()
+    def generate(self, prompts: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
+        """See core.protocols. Sample j of the prompt with prompt_id i draws from (sampling.seed, i, j).
+
+        Raises:
+            Refused: no valid weights, or older than min_version; prompts that are empty, of another vocabulary, or that
+                leave no room in the context; stop ids or strings that the model or its tokenizer doesn't have.
+            ManymeshError: the model gave logits that are not finite.
+        """
+        version = self._weights.valid(min_version) if self._weights else valid_version(None, None, "not initialized")
+        asked, hf = Prompts.read(prompts), self._model.config
+        asked.check(hf.vocab_size, hf.max_position_embeddings, sampling.max_new_tokens)
+        ends = torch.tensor(stop_ids(sampling, self._eos, hf.vocab_size), dtype=torch.int64, device=self._device)
+        strings = stop_strings(sampling, self._tokenizer)
+        sample = torch.arange(sampling.num_samples).repeat(len(asked))
+        rows, uniforms = asked.repeat(sampling.num_samples), None
+        if sampling.temperature:  # 0 is greedy
+            seed = int.from_bytes(os.urandom(8)) if sampling.seed is None else sampling.seed
+            uniforms = row_uniforms(seed, rows.prompt_id.cpu(), sample, sampling.max_new_tokens).to(self._device)
+        responses = Responses.none()
+        if len(rows):
+            padded = PaddedPrompts.of(rows).to(self._device)
+            sampler = RowSampler(sampling, ends, uniforms)
+            end = ResponseEnd(padded.ids, ends, strings, sampling.min_new_tokens)
+            sequences = self._continue(padded, sampler, end, sampling.max_new_tokens)
+            where = f"weight version {version}, rank {self._mesh.rank}"
+            responses = cut(padded, sequences, sampler.log_probs, end.lengths, where)
+        return responses.batch(
+            rows,
+            weight_version=version,
+            temperature=sampling.temperature or 1.0,
+            log_prob_kind=LogProbKind(sampling.log_probs).value,
+        )
+
+    def _continue(self, prompts: PaddedPrompts, sampler: RowSampler, end: ResponseEnd, steps: int) -> torch.Tensor:
+        """All rows, prompt and response, int64 (rows, width + steps taken); rows that ended early go on until all have.
+
+        Positions count from a row's first real token, since padding stands on the left.
+        """
+        ids, mask, past = prompts.ids, prompts.mask, DynamicCache(config=self._model.config)
+        new = ids
+        for _ in range(steps):
+            made = self._model(
+                input_ids=new,
+                attention_mask=mask,
+                position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :],
+                past_key_values=past,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            logits = made.logits[:, -1].to(torch.float32, copy=True)
+            new = sampler(ids, logits).argmax(-1, keepdim=True)
+            ids, mask = torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(new, dtype=torch.bool)], 1)
+            if bool(end(ids, logits).all()):
+                break
+        return ids
+
+    def release(self, tags: Sequence[MemoryTag]) -> None:
+        """Free memory. There is no cache to drop: it lives no longer than a call of generate."""
+        weights = self._loaded()
+        check_tags(tags)
+        if "weights" in tags:
+            weights.release()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def resume(self, tags: Sequence[MemoryTag]) -> None:
+        """Take memory again. Weights hold garbage then, so that weight_version stays None until a whole update."""
+        weights = self._loaded()
+        check_tags(tags)
+        if "weights" in tags:
+            weights.resume()
+
+    def begin_weight_update(self, specs: Sequence[WeightSpec], version: int) -> None:
+        self._loaded().begin(specs, version)
+
+    def load_bucket(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self._loaded().load(bucket)
+
+    def finish_weight_update(self) -> None:
+        self._loaded().finish()
+
+    def abort_weight_update(self) -> None:
+        self._loaded().abort()
+
+    def _loaded(self) -> VersionedWeights:
+        if self._weights is None:
+            raise not_initialized()
+        return self._weights
+
+    def shutdown(self) -> None:
+        """Let go of the model; `initialize()` may load it again."""
+        self._model = self._weights = None
