@@ -56,7 +56,6 @@ def drop_gradients(model: Any) -> None:
     Gradients of micro-batches that were not reduced yet sit on full parameters, where neither `zero_grad` nor
     `reset_iter_state` sees them: they would join the next step's. torch has no public way to drop them.
     """
-    model.zero_grad(set_to_none=True)
     if hasattr(model, "reset_iter_state"):  # torch 2.13
         model.reset_iter_state()
     for module in fsdp_modules(model):
@@ -69,6 +68,7 @@ def drop_gradients(model: Any) -> None:
         module.reshard()
         module.set_requires_gradient_sync(True)
         module.set_is_last_backward(True)
+    model.zero_grad(set_to_none=True)  # last: only now are the model's parameters the shards again
 
 
 def persistent(model: Any) -> dict[str, torch.Tensor]:
