@@ -50,6 +50,11 @@ def test_a_foreign_token_is_reported_with_its_row() -> None:
         prompts([5, 6], [64]).check(64, None, 1)
 
 
+def test_a_prompt_that_leaves_no_room_is_reported_with_its_row_and_the_lengths() -> None:
+    with pytest.raises(Refused, match=r"prompt 1 leaves no room[\s\S]*250 tokens and max_new_tokens 7[\s\S]*256"):
+        prompts([5], [6] * 250).check(64, 256, 7)
+
+
 def test_ends_are_of_the_generation_config_first_and_nested_configs_are_read(tmp_path: Path) -> None:
     assert eos_ids(str(tmp_path)) == ()
     (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": 4}}')
