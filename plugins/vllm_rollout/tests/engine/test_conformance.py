@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 from sdk.conformance import RolloutConformance
@@ -11,13 +13,13 @@ pytestmark = pytest.mark.timeout(600)  # processes that load vLLM start slowly o
 
 class TestVllm(RolloutConformance):
     backend = "vllm"
-    config = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_cache_mb": 64}
+    config: ClassVar = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_cache_mb": 64}
     worlds = (2,)
     families = ("untied", "tied", "odd vocabulary", "biases", "llama", "experts")
 
 
 class TestVllmServer(RolloutConformance):
     backend = "vllm_server"
-    config = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_cache_mb": 64}
+    config: ClassVar = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_cache_mb": 64}
     worlds = (2,)
     families = ("untied",)
