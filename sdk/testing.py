@@ -115,10 +115,11 @@ class Worlds:
 
     Args:
         alone_here: run functions for one rank in this process, which must have a world of one.
+        timeout_s: see RankPool.
     """
 
-    def __init__(self, *, alone_here: bool = False) -> None:
-        self._alone_here = alone_here
+    def __init__(self, *, alone_here: bool = False, timeout_s: float = 120.0) -> None:
+        self._alone_here, self._timeout_s = alone_here, timeout_s
         self._pools: dict[int, RankPool] = {}
 
     def __call__(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -127,7 +128,7 @@ class Worlds:
         if world_size == 1 and self._alone_here:
             return [function(0, 1, *args, **kwargs)]
         if world_size not in self._pools:
-            self._pools[world_size] = RankPool(world_size)
+            self._pools[world_size] = RankPool(world_size, timeout_s=self._timeout_s)
         try:
             return self._pools[world_size].run(function, *args, **kwargs)
         except RuntimeError:

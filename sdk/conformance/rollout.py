@@ -11,10 +11,11 @@ from sdk.conformance.suites.rollout_serving import ServingTests
 from sdk.conformance.suites.rollout_weights import WeightTests
 
 
-class RolloutConformance(ManifestSuite, RowTests, SamplingTests, WeightTests, ServingTests, LifeTests, RankTests):
+class RolloutConformance(LifeTests, ServingTests, WeightTests, SamplingTests, RowTests, RankTests, ManifestSuite):
     """Any rollout against transformers in one process, on random tiny models of 64 tokens and a context of 512.
 
-    All tests but a few share one engine: one ends an engine of its own, and the ranks have theirs.
+    All tests share one engine, but for those on several ranks. pytest runs the last of the bases first, so the test
+    that ends the engine comes last; it may come earlier.
 
     Attributes:
         families: architectures whose weights are updated, see WeightTests; each but "untied" takes an engine of its

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -170,12 +168,17 @@ class Models:
 
 
 class Held:
-    """One rollout for all tests. One that changes its weights says so, and the next finds model 1 as version 0."""
+    """One rollout for all tests. One that changes its weights says so, and the next finds model 1 as version 0.
+
+    Attributes:
+        processes: that its initialize() started.
+    """
 
     def __init__(self, build: Callable[[], Rollout], weights: Callable[[], Weights]) -> None:
         self._build, self._weights = build, weights
         self._rollout: Rollout | None = None
         self.changed = False
+        self.processes: frozenset[int] = frozenset()
 
     def get(self) -> Rollout:
         if self._rollout is not None and self.changed:
@@ -185,8 +188,9 @@ class Held:
             except Exception:  # a test that failed may have left anything, and has said so
                 self.close()
         if self._rollout is None:
-            self._rollout = self._build()
+            self._rollout, before = self._build(), child_processes()
             self._rollout.initialize()
+            self.processes = child_processes() - before
         self.changed = False
         return self._rollout
 
@@ -275,28 +279,14 @@ def capability_of(kind: LogProbKind) -> Capability:
     return Capability(f"log_probs_{kind.value}")
 
 
-def child_processes(*, gone_but: frozenset[int] | None = None) -> frozenset[int]:
-    """Processes below this one, but for Python's own helpers, which stay.
-
-    Args:
-        gone_but: wait until there are none but these, for half a minute at most.
-    """
+def child_processes() -> frozenset[int]:
+    """Ids of the processes below this one, but for Python's own resource tracker, which stays."""
     import psutil  # type: ignore[import-untyped]
 
-    def helper(process: Any) -> bool:
-        words = " ".join(process.cmdline())
-        ours = process.ppid() == os.getpid()
-        return "multiprocessing.resource_tracker" in words or (ours and "multiprocessing.forkserver" in words)
-
-    def named() -> frozenset[int]:
-        found = set()
-        for each in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if each.status() != psutil.STATUS_ZOMBIE and not helper(each):
-                    found.add(each.pid)
-        return frozenset(found)
-
-    deadline = time.monotonic() + 30
-    while gone_but is not None and named() - gone_but and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return named()
+    found = set()
+    for each in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            tracker = any("multiprocessing.resource_tracker" in word for word in each.cmdline())
+            if each.status() != psutil.STATUS_ZOMBIE and not tracker:
+                found.add(each.pid)
+    return frozenset(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from core.errors import Refused
 from core.manifest import Capability
 from core.protocols import Rollout
 from sdk.conformance.base import absent
-from sdk.conformance.suites.rollout_base import RolloutSuite, child_processes, prompts, specs
+from sdk.conformance.suites.rollout_base import Held, RolloutSuite, child_processes, prompts, specs
 
 
 class LifeTests(RolloutSuite):
@@ -48,17 +49,14 @@ class LifeTests(RolloutSuite):
             broken.initialize()
         assert broken.weight_version is None
 
-    def test_after_shutdown_nothing_works_and_no_process_is_left(self, rollout: Rollout) -> None:
-        before = child_processes()
-        ended = self.build(self.models.directory(1))
-        ended.initialize()
-        try:
-            ended.generate(prompts([5]), self.greedy(2))
-        finally:
-            ended.shutdown()
-        assert child_processes(gone_but=before) <= before
-        assert self.refuses_everything(ended)
-        rollout.generate(prompts([5]), self.greedy(2))  # the one beside it goes on
+    def test_after_shutdown_nothing_works_and_no_process_is_left(self, held: Held) -> None:
+        rollout = held.get()
+        held.close()
+        assert self.refuses_everything(rollout)
+        deadline = time.monotonic() + 60
+        while (left := held.processes & child_processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert left == frozenset()
 
     @absent(Capability.SERVER)
     def test_it_takes_no_requests(self, rollout: Rollout) -> None:
