@@ -2,11 +2,12 @@
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.built
-PROJECTS := . plugins/fsdp plugins/hf_rollout plugins/megatron plugins/vllm_rollout
+PROJECTS := . plugins/fsdp plugins/hf_rollout plugins/megatron plugins/sglang_rollout plugins/vllm_rollout
 VLLM := .venv-vllm
+SGLANG := .venv-sglang
 SEED ?= 0
 
-.PHONY: help env demo smollm2 test test-slow test-vllm bench-vllm test-megatron-newest lint format types bench wheels clean
+.PHONY: help env demo smollm2 test test-slow test-vllm bench-vllm test-sglang bench-sglang test-megatron-newest lint format types bench wheels clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -27,9 +28,10 @@ demo: $(STAMP) ## watch GRPO learn to copy four digits: two Ray workers, FSDP2, 
 test: $(STAMP) ## the base suite
 	$(PY) -m pytest
 
-test-slow: $(STAMP) $(VLLM)/.built ## what takes minutes: wheels in a fresh environment, all seeds of the demo, long runs
+test-slow: $(STAMP) $(VLLM)/.built $(SGLANG)/.built ## what takes minutes: wheels in a fresh environment, all seeds of the demo, long runs
 	$(PY) -m pytest -m slow
 	$(VLLM)/bin/python -m pytest -m slow plugins/vllm_rollout/tests
+	$(SGLANG)/bin/python -m pytest -m slow plugins/sglang_rollout/tests
 
 $(VLLM)/.built: $(BUILT_FROM) requirements/vllm.txt
 	bash scripts/environment.sh $(VLLM) -r requirements/vllm.txt
@@ -42,6 +44,20 @@ test-vllm: $(VLLM)/.built ## the vLLM rollout's tests with real vLLM on CPU, in 
 
 bench-vllm: $(VLLM)/.built ## the vLLM rollout against bare vLLM, in that environment
 	$(VLLM)/bin/python -m benchmarks.vllm_rollout
+
+SGLANG_FROM := $(wildcard requirements/sglang*.txt plugins/sglang_rollout/tests/standins/* plugins/sglang_rollout/tests/standins/*/*)
+$(SGLANG)/.built: $(BUILT_FROM) $(SGLANG_FROM)
+	bash scripts/environment.sh $(SGLANG) -r requirements/sglang.txt
+	@# SGLang declares CUDA's kernels and a torch of its own; without a GPU two stand-ins take the kernels' place.
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps -r requirements/sglang-nodeps.txt
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps plugins/sglang_rollout/tests/standins
+	@touch $@
+
+test-sglang: $(SGLANG)/.built ## the SGLang rollout's tests with real SGLang on CPU, in an environment of their own (gigabytes)
+	OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest plugins/sglang_rollout/tests
+
+bench-sglang: $(SGLANG)/.built ## the SGLang rollout against bare SGLang, in that environment
+	$(SGLANG)/bin/python -m benchmarks.sglang_rollout
 
 NEWEST := .venv-megatron-newest
 test-megatron-newest: $(STAMP) ## the Megatron engine's tests on the newest megatron-core, which needs Python 3.12 (gigabytes)
@@ -58,7 +74,7 @@ format: $(STAMP) ## let ruff mend what it can
 	$(PY) -m ruff format .
 
 types: $(STAMP) ## mypy, strict
-	$(PY) -m mypy core manymesh sdk plugins/fsdp/manymesh_fsdp plugins/hf_rollout/manymesh_hf plugins/megatron/manymesh_megatron plugins/vllm_rollout/manymesh_vllm benchmarks tests examples
+	$(PY) -m mypy core manymesh sdk plugins/fsdp/manymesh_fsdp plugins/hf_rollout/manymesh_hf plugins/megatron/manymesh_megatron plugins/sglang_rollout/manymesh_sglang plugins/vllm_rollout/manymesh_vllm benchmarks tests examples
 
 bench: $(STAMP) ## the benchmarks, each against a floor in the same run
 	$(PY) -m benchmarks.dispatch
@@ -79,5 +95,5 @@ wheels: $(STAMP) ## all distributions, into dist/
 	@ls dist
 
 clean: ## remove the environment and everything made
-	rm -rf $(VENV) $(VLLM) $(NEWEST) dist build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(NEWEST) dist build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

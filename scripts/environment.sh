@@ -19,7 +19,7 @@ if [ -z "$uv" ]; then
   "$target/bin/python" -m pip install --quiet uv 2>/dev/null && uv=$target/bin/uv || uv=
 fi
 
-projects=(-e . -e plugins/fsdp -e plugins/hf_rollout -e plugins/megatron -e plugins/vllm_rollout)
+projects=(-e . -e plugins/fsdp -e plugins/hf_rollout -e plugins/megatron -e plugins/sglang_rollout -e plugins/vllm_rollout)
 if [ -n "$uv" ]; then
   # A wheel folder that pip was told of serves uv too. Without one, uv picks torch's build for what the machine has.
   export UV_FIND_LINKS=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}

@@ -1,0 +1,236 @@
+"""SGLang's Engine inside a process that is a training rank too.
+
+By itself it takes the process over: signals, children that are not its own, an end of all when one of its processes
+dies. Here it does none of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import signal
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import torch
+
+from core.errors import DeadlineExceeded, ManymeshError
+from core.manifest import ModelFacts
+from manymesh_sglang.arguments import SPARE, arguments, cannot_run, died, environment
+from manymesh_sglang.config import SglangRolloutConfig
+from manymesh_sglang.flat import flatten
+
+T = TypeVar("T")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
+
+
+class LocalEngine:
+    """SGLang's Engine, whose scheduler and detokenizer are children of this process. Not for several threads.
+
+    Raises:
+        Refused: SGLang doesn't take the model or the options.
+    """
+
+    def __init__(
+        self, config: SglangRolloutConfig, facts: ModelFacts, device: torch.device, *, has_tokenizer: bool
+    ) -> None:
+        made = arguments(config, facts, device, has_tokenizer=has_tokenizer)
+        self._timeout_s, self._device = config.update_timeout_s, device
+        with environment_of(environment(device)), _signals_kept():
+            from sglang.srt.entrypoints.engine import Engine
+
+            before = _children()
+            try:
+                self.engine = Engine(**made, log_requests=False, custom_sigquit_handler=_ignore)
+            except (ValueError, NotImplementedError, RuntimeError, ImportError, AssertionError) as error:
+                _kill(_children() - before)
+                raise cannot_run(facts, error) from error
+            atexit.unregister(self.engine.shutdown)
+            self._manager = self.engine.tokenizer_manager
+            self.engine.loop.run_until_complete(self._start_handling())
+            for each in SIGNALS:
+                with suppress(ValueError, RuntimeError):
+                    self.engine.loop.remove_signal_handler(each)
+            watchdog = self._manager._subprocess_watchdog
+            self._processes = list(watchdog._processes)
+            watchdog.stop()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGQUIT, _ignore)  # a scheduler that fails sends it; `_run` sees that it is gone
+        [info] = self.engine._scheduler_init_result.scheduler_infos
+        self.max_tokens = int(info["max_total_num_tokens"]) - SPARE
+
+    async def _start_handling(self) -> None:
+        self._manager.auto_create_handle_loop()  # on the loop that runs; it takes signals, once
+
+    def generate(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """SGLang's answers by row.
+
+        Raises:
+            ManymeshError: its process has died.
+        """
+        asked = self.engine.async_generate(
+            input_ids=[list(row) for row in prompts],
+            sampling_params=[dict(each) for each in parameters],
+            return_logprob=True,
+        )
+        answers = self._run(asked, None)
+        return list(answers) if isinstance(answers, list) else [answers]
+
+    def begin_update(self) -> None:
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+        self._checked("begin_weight_update", self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+
+    def load(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Hand the tensors over in shared memory of the host, or of the GPU; they may be reused after return."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[serialized(bucket)], load_format="flattened_bucket", flush_cache=False
+        )
+        self._checked("update_weights_from_tensor", self._manager.update_weights_from_tensor(request, None))
+
+    def end_update(self) -> None:
+        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+        self._checked("end_weight_update", self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
+
+    def use_version(self, version: int) -> None:
+        """Drop the KV cache of other weights. Raises ManymeshError where SGLang keeps some of it."""
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        done = self._run(self._manager.flush_cache(), self._timeout_s)
+        if not done.success:
+            raise ManymeshError("SGLang keeps the KV cache of the old weights", have=done.message)
+        request = UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
+        self._run(self._manager.update_weight_version(request), self._timeout_s)
+
+    def release(self, tags: Sequence[str]) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        request = ReleaseMemoryOccupationReqInput(tags=list(tags))
+        self._run(self._manager.release_memory_occupation(request, None), self._timeout_s)
+
+    def resume(self, tags: Sequence[str]) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        request = ResumeMemoryOccupationReqInput(tags=list(tags))
+        self._run(self._manager.resume_memory_occupation(request, None), self._timeout_s)
+
+    def _checked(self, what: str, coroutine: Coroutine[Any, Any, Any]) -> None:
+        success, message = self._run(coroutine, self._timeout_s)
+        if not success:
+            raise not_updated(what, message)
+
+    def _run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+        """Its value, unless one of SGLang's processes dies meanwhile: it would wait for ever."""
+
+        async def watched() -> T:
+            task = asyncio.ensure_future(coroutine)
+            deadline = None if timeout_s is None else time.monotonic() + timeout_s
+            while not task.done():
+                await asyncio.wait({task}, timeout=1.0)
+                if task.done():
+                    break
+                if dead := [each for each in self._processes if not each.is_alive()]:
+                    task.cancel()
+                    raise died(", ".join(f"{each.name}: exit code {each.exitcode}" for each in dead))
+                if deadline is not None and time.monotonic() > deadline:
+                    task.cancel()
+                    raise DeadlineExceeded(f"SGLang didn't answer within {timeout_s:g} s")
+            return task.result()
+
+        value: T = self.engine.loop.run_until_complete(watched())
+        return value
+
+    def shutdown(self) -> None:
+        """End SGLang's processes, and no others."""
+        socket, self.engine.send_to_rpc = self.engine.send_to_rpc, None
+        if socket is not None:
+            socket.close(linger=0)
+
+        async def cancel() -> None:
+            tasks = [each for each in self._manager.asyncio_tasks if not each.done()]
+            for each in tasks:
+                each.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self.engine.loop.run_until_complete(cancel())
+        for each in self._processes:
+            each.kill()
+        for each in self._processes:
+            each.join()
+        del self.engine, self._manager
+
+
+def serialized(bucket: Sequence[tuple[str, torch.Tensor]]) -> bytes:
+    """A pickle of handles to shared memory that holds the bucket's bytes."""
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+    ordered, flat = flatten(bucket)
+    metadata, at = [], 0
+    for name, tensor in ordered:
+        size = tensor.numel() * tensor.dtype.itemsize
+        metadata.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, at, at + size, size))
+        at += size
+    data: bytes = MultiprocessingSerializer.serialize({"flattened_tensor": flat, "metadata": metadata})
+    return data
+
+
+def not_updated(what: str, message: object) -> ManymeshError:
+    return ManymeshError(
+        "SGLang did not take the weights", have=message, where=what, mend="send all weights again, in a new update"
+    )
+
+
+@contextmanager
+def environment_of(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Whatever is set inside, outside signals do what they did."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {each: signal.getsignal(each) for each in SIGNALS}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            if handler is not None:
+                signal.signal(each, handler)
+
+
+def _ignore(*_: Any) -> None:
+    pass
+
+
+def _children() -> set[Any]:
+    import psutil
+
+    return set(psutil.Process().children(recursive=True))
+
+
+def _kill(processes: set[Any]) -> None:
+    import psutil
+
+    for each in processes:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    psutil.wait_procs(list(processes), timeout=30)

@@ -1,0 +1,10 @@
+"""How a request of ours is known in SGLang's processes. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from core.protocols import LogProbKind
+
+BACKEND = "manymesh"  # SGLang's sampling_backend
+KIND = "manymesh_log_probs"  # in SGLang's custom_params of a request
+KINDS = tuple(LogProbKind)
+SEED_BITS = 61  # SGLang's seeds are an int64, of which the sampler takes two bits for the kind

@@ -1,0 +1,145 @@
+"""The contract's sampling parameters in SGLang's words, and its answers in the contract's. Imports no SGLang.
+
+Requests are marked as ours by `custom_params`: the sampling backend of manymesh_sglang.sampler, which the engines run
+with, gives them streams and log-probabilities of the contract, and ends them at their stop tokens alone.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+import attrs
+
+from core.errors import ManymeshError, Refused
+from core.protocols import GenerationDelta, LogProbKind, SamplingParams
+from manymesh_sglang.marks import KIND, SEED_BITS
+from sdk.parts.served_rows import by_version
+
+FINISHED = ("stop", "length", "abort")
+MAX_PENALTY = 2.0
+MAX_STOPS = 32
+
+
+def check(sampling: SamplingParams) -> None:
+    """Raises Refused for what SGLang doesn't take."""
+    if sampling.repetition_penalty > MAX_PENALTY:
+        raise Refused(
+            "SGLang takes no such repetition penalty", have=sampling.repetition_penalty, want=f"at most {MAX_PENALTY:g}"
+        )
+    if len(sampling.stop) > MAX_STOPS:
+        raise Refused("SGLang takes no more stop strings", have=len(sampling.stop), want=f"at most {MAX_STOPS}")
+    if 0 < sampling.temperature < 1e-6:
+        raise Refused("SGLang takes so low a temperature for 0", have=sampling.temperature, want="0, or at least 1e-6")
+
+
+def request(sampling: SamplingParams, stop_ids: Sequence[int], seed: int | None) -> dict[str, Any]:
+    """SGLang's parameters of one row, plain data.
+
+    Args:
+        stop_ids: all tokens that end a response; SGLang is told of no EOS beside them.
+        seed: of the row's stream, SEED_BITS wide; None for fresh entropy.
+    """
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "max_new_tokens": sampling.max_new_tokens,
+        "min_new_tokens": sampling.min_new_tokens,
+        "stop_token_ids": list(stop_ids),
+        "stop": list(sampling.stop) or None,
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "sampling_seed": secrets.randbits(SEED_BITS) if seed is None else seed,
+        "custom_params": {KIND: LogProbKind(sampling.log_probs).value},
+    }
+
+
+@attrs.define
+class Answer:
+    """One request's deltas, read off SGLang's answers, each of which may be the next of a stream.
+
+    Attributes:
+        request_id: the contract's, not SGLang's.
+        certain: its tokens' log-probabilities are 0.
+        num_tokens: that have come.
+    """
+
+    request_id: str
+    certain: bool
+    num_tokens: int = 0
+    finish_reason: str | None = None
+
+    def read(self, said: Mapping[str, Any]) -> list[GenerationDelta]:
+        """What is new in it, cut where weight versions begin.
+
+        Raises:
+            ManymeshError: SGLang gave up on the request, or the model has logits that are not finite.
+        """
+        meta = said["meta_info"]
+        reason = finish_reason(meta.get("finish_reason"), self.request_id)
+        end = int(meta["completion_tokens"])
+        # An aborted stream may say its last token again, so that what is new is counted, not believed.
+        num_new = end - self.num_tokens
+        tokens = tuple(said["output_ids"][-num_new:]) if num_new else ()
+        values = tuple(each[0] for each in meta.get("output_token_logprobs", ())[-num_new:]) if num_new else ()
+        if len(tokens) < num_new or len(values) < num_new:
+            raise ManymeshError(
+                "SGLang's answer lacks tokens",
+                have=f"{len(tokens)} tokens, {len(values)} log-probabilities",
+                want=num_new,
+                where=f"request {self.request_id!r}",
+            )
+        if not all(value is not None and isfinite(value) for value in values):
+            raise not_finite(f"request {self.request_id!r}, weight version {meta['weight_version']}")
+        if self.certain:
+            values = (0.0,) * num_new
+        spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0}]
+        starts = [(number(each["version"]), each["start"]) for each in spans]
+        pieces = by_version(starts, self.num_tokens, end)
+        first, self.num_tokens, self.finish_reason = self.num_tokens, end, reason
+        deltas = [
+            GenerationDelta(self.request_id, tokens[a - first : b - first], values[a - first : b - first], version)
+            for version, a, b in pieces
+        ]
+        if reason is not None and not deltas:
+            return [GenerationDelta(self.request_id, (), (), int(starts[-1][0]), reason)]
+        if reason is not None:
+            deltas[-1] = attrs.evolve(deltas[-1], finish_reason=reason)
+        return deltas
+
+
+def number(version: str) -> str:
+    """A server that was started by itself calls its first weights "default": version 0."""
+    return version if version.isdecimal() else "0"
+
+
+def finish_reason(said: Mapping[str, Any] | None, request_id: str) -> str | None:
+    """ "stop", "length" or "abort"; None while it runs. Raises ManymeshError where SGLang gave up."""
+    if said is None:
+        return None
+    reason = said["type"]
+    status = said.get("status_code")
+    if reason not in FINISHED or (reason == "abort" and status is not None and int(status) >= 400):
+        raise ManymeshError(
+            "SGLang gave up on a request", have=f"{reason}: {said.get('message', '')}", where=f"request {request_id!r}"
+        )
+    return str(reason)
+
+
+def is_certain(sampling: SamplingParams) -> bool:
+    """Whether sampled tokens have log-probability 0: with temperature 0, when PROCESSED."""
+    return sampling.temperature == 0 and LogProbKind(sampling.log_probs) is LogProbKind.PROCESSED
+
+
+def not_finite(where: str) -> ManymeshError:
+    return ManymeshError(
+        "the model gave logits that are not finite",
+        where=where,
+        mend="look at the last weight update: parameters may be NaN or infinite",
+    )

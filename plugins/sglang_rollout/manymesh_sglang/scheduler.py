@@ -1,0 +1,147 @@
+"""What changes in SGLang's scheduler when it runs with sampling_backend="manymesh", and in no other case.
+
+SGLang finds `register` by its entry point in every process. It imports nothing and changes nothing by itself.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from manymesh_sglang.marks import BACKEND, KIND, KINDS, SEED_BITS
+
+
+def register() -> None:
+    """Make the backend known to SGLang; its sampler changes the scheduler around it as it is built."""
+    from sglang.srt.layers.sampler import register_sampler_backend
+
+    register_sampler_backend(BACKEND, build)
+
+
+def build() -> Any:
+    """The sampler, in a scheduler that gives it what it needs."""
+    from manymesh_sglang.sampler import RowSampler
+
+    change_scheduler()
+    return RowSampler()
+
+
+def change_scheduler() -> None:
+    """Patch the classes once. What isn't where it is looked for raises here, before any request runs."""
+    from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN, Req
+    from sglang.srt.sampling.penaltylib import BatchedMinNewTokensPenalizer, BatchedRepetitionPenalizer
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    def of_token(self: Any, new_tokens: list[int]) -> bool:
+        """Ours end at their stop tokens and at no other, which with SGLang's ignore_eos would be none at all."""
+        if _kind(self) is None:
+            return bool(token_finish(self, new_tokens))
+        ends = self.sampling_params.stop_token_ids or ()
+        for number, token in enumerate(new_tokens):
+            if token in ends:
+                self.finished_reason = FINISH_MATCHED_TOKEN(matched=token)
+                self.finished_len = len(self.output_ids) - len(new_tokens) + number + 1
+                return True
+        return False
+
+    def of_string(self: Any, *args: Any, **kwargs: Any) -> bool:
+        """No stop string before min_new_tokens."""
+        if _kind(self) is not None and len(self.output_ids) < self.sampling_params.min_new_tokens:
+            return False
+        return bool(string_finish(self, *args, **kwargs))
+
+    def with_streams(cls: Any, batch: Any, vocab_size: int) -> Any:
+        import torch
+
+        info = from_batch(cls, batch, vocab_size)
+        info.sampling_seed = torch.tensor([_stream(req) for req in batch.reqs], dtype=torch.int64).to(batch.device)
+        return info
+
+    def keep_untouched(self: Any, logits: Any) -> None:
+        """Penalties write to the logits; of these RAW and TEMPERATURE are told."""
+        orchestrator = self.penalizer_orchestrator
+        if (
+            self.acc_additive_penalties is not None
+            or self.acc_scaling_penalties is not None
+            or (orchestrator is not None and orchestrator.is_required)
+        ):
+            self.__dict__["manymesh_untouched"] = logits.clone()
+        apply_bias(self, logits)
+
+    def prepare_min(self: Any) -> None:
+        _prepare_min_new_tokens(self)
+
+    def prepare_repetition(self: Any) -> None:
+        """Prompts count too, and what was sampled before the request was put off."""
+        import torch
+
+        repetition(self)
+        for row, req in enumerate(self.orchestrator.reqs()):
+            if _kind(req) is not None and (penalty := req.sampling_params.repetition_penalty) != 1:
+                seen = torch.tensor([*req.origin_input_ids, *req.output_ids], dtype=torch.int64)
+                self.cumulated_repetition_penalties[row, seen.to(self.orchestrator.device)] = penalty
+
+    if getattr(Req, "_manymesh", False):
+        return
+    token_finish, string_finish = _method(Req, "_check_token_based_finish"), _method(Req, "_check_str_based_finish")
+    from_batch = _method(SamplingBatchInfo, "from_schedule_batch").__func__
+    apply_bias = _method(SamplingBatchInfo, "apply_logits_bias")
+    _method(BatchedMinNewTokensPenalizer, "_prepare")
+    repetition = _method(BatchedRepetitionPenalizer, "_prepare")
+    Req._check_token_based_finish = of_token
+    Req._check_str_based_finish = of_string
+    SamplingBatchInfo.from_schedule_batch = classmethod(with_streams)
+    SamplingBatchInfo.apply_logits_bias = keep_untouched
+    BatchedMinNewTokensPenalizer._prepare = prepare_min
+    BatchedRepetitionPenalizer._prepare = prepare_repetition
+    Req._manymesh = True
+
+
+def _method(owner: Any, name: str) -> Any:
+    """A method that the class itself has. Raises AttributeError where this SGLang has none of that name."""
+    found = vars(owner).get(name)
+    if found is None:
+        raise AttributeError(f"manymesh-sglang doesn't know this SGLang: {owner.__name__} has no {name}")
+    return found
+
+
+def _kind(req: Any) -> str | None:
+    """The kind of log-probabilities that a request of ours asks for; None for others' requests."""
+    params = req.sampling_params.custom_params
+    return params.get(KIND) if isinstance(params, dict) else None
+
+
+def _stream(req: Any) -> int:
+    """Seed and kind in an int64 that SGLang carries along as a batch's rows come and go."""
+    seed = req.sampling_params.sampling_seed
+    if seed is None:
+        seed = secrets.randbits(SEED_BITS)
+    kind = KINDS.index(_kind(req) or "temperature")
+    return int(seed % 2**SEED_BITS) << 2 | kind
+
+
+def _prepare_min_new_tokens(penalizer: Any) -> None:
+    """As SGLang's, but for whatever tokens end the request, with or without a tokenizer, and from where it stands."""
+    import torch
+
+    orchestrator = penalizer.orchestrator
+    reqs, device = orchestrator.reqs(), orchestrator.device
+    penalizer.min_new_tokens = torch.tensor(
+        [[req.sampling_params.min_new_tokens] for req in reqs], dtype=torch.int32, device=device
+    )
+    penalizer.len_output_tokens = torch.tensor(
+        [[len(req.output_ids)] for req in reqs], dtype=torch.int32, device=device
+    )
+    stops = torch.zeros((len(reqs), orchestrator.vocab_size), dtype=torch.float32)
+    for row, req in enumerate(reqs):
+        stops[row, sorted(_ends(req, orchestrator.vocab_size))] = -torch.inf
+    penalizer.stop_token_penalties = stops.to(device)
+
+
+def _ends(req: Any, vocab_size: int) -> set[int]:
+    ends = set(req.sampling_params.stop_token_ids or ())
+    if _kind(req) is None:
+        ends |= set(req.eos_token_ids or ())
+        if req.tokenizer is not None:
+            ends |= {req.tokenizer.eos_token_id, *(getattr(req.tokenizer, "additional_stop_token_ids", None) or ())}
+    return {token for token in ends if token is not None and token < vocab_size}
