@@ -73,12 +73,15 @@ class EngineRegistry:
         model_type: str | None = None,
         device: str | None = None,
         vendor: str | None = None,
+        *,
+        elsewhere: bool = False,
     ) -> Entry:
         """The one usable backend of this name.
 
         Args:
             name: "name" or "distribution:name".
             model_type, device, vendor: what it must offer; None leaves it open. Of a device ("cuda:1") the type counts.
+            elsewhere: it is for workers in another environment, so that what it requires may be missing here.
 
         Raises:
             RegistryError: unknown, ambiguous, not usable (broken, disabled, ...; its own error is the cause), or it
@@ -112,7 +115,7 @@ class EngineRegistry:
                 mend=f"ask for {' or '.join(forms)}" if len(forms) > 1 else f"ask for one of: {offers}",
             )
         ((entry, _),) = fitting
-        if entry.status is not Status.OK:
+        if entry.status is not Status.OK and not (elsewhere and entry.status is Status.MISSING_DEPENDENCY):
             raise _unusable(entry, name) from entry.error
         return entry
 
@@ -153,16 +156,26 @@ class EngineRegistry:
         return _load(self.resolve(name, kind), "factory")
 
     def plan(
-        self, backend: str, config: Any, world_size: int, model: ModelFacts | None, kind: Kind = "engine"
+        self,
+        backend: str,
+        config: Any,
+        world_size: int,
+        model: ModelFacts | None,
+        kind: Kind = "engine",
+        *,
+        elsewhere: bool = False,
     ) -> Plan | None:
         """Where the backend puts itself on a world of ranks; None when it plans nothing before it is built.
+
+        Args:
+            elsewhere: see `resolve`.
 
         Raises:
             RegistryError: as `resolve`, or planner or config class cannot be imported.
             ConfigError: the options are not the backend's.
             Refused: by the planner, naming the legal values.
         """
-        entry = self.resolve(backend, kind)
+        entry = self.resolve(backend, kind, elsewhere=elsewhere)
         if entry.manifest is None or entry.manifest.planner is None:
             return None
         options = structure(_load(entry, "config"), config, where=f"config of {kind} {entry.name!r}")

@@ -232,6 +232,13 @@ def test_requirements_of_a_backend_with_an_environment_of_its_own_are_not_looked
     assert only("acme-toy").status is Status.OK
 
 
+def test_a_backend_for_workers_elsewhere_may_lack_here_what_it_requires(site: Path) -> None:
+    install_toy(site, requires=(("nobody-has-this",),))
+    with pytest.raises(RegistryError, match="missing-dependency"):
+        discovered().resolve("toy")
+    assert discovered().resolve("toy", elsewhere=True).status is Status.MISSING_DEPENDENCY
+
+
 # --- shadows -------------------------------------------------------------------------------------------------------
 
 

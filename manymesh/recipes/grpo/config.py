@@ -35,6 +35,7 @@ class PoolConfig:
     processes: tuple[int, ...] = (1,)  # by node
     use_gpu: bool | None = None  # a GPU for each process; null: where the cluster has GPUs
     cpus_per_process: float = 1  # that Ray sets aside, and torch's threads
+    python: str | None = None  # interpreter of an environment of their own; null: the driver's, or see `environments`
 
     @property
     def world_size(self) -> int:
@@ -92,6 +93,7 @@ class GrpoConfig:
     rollout: RolloutWorkerConfig = attrs.field(factory=RolloutWorkerConfig)
     rollout_pool: PoolConfig | None = None  # null: the rollout lives in the processes of `pool`
     transfer: TransferConfig = attrs.field(factory=TransferConfig)  # of weights to rollout_pool
+    environments: Mapping[str, str] = attrs.field(factory=dict)  # interpreters, by the names that manifests ask for
     sampling: SamplingParams = attrs.field(factory=lambda: SamplingParams(num_samples=8))
     algorithm: AlgorithmConfig = attrs.field(factory=AlgorithmConfig)
     loss: PolicyLoss = attrs.field(factory=PolicyLoss)
@@ -148,14 +150,54 @@ class GrpoConfig:
         made: RolloutWorkerConfig = self._placed(self.rollout, self.rollout_pool)
         return made
 
+    def python(self, part: str) -> str | None:
+        """The interpreter of the workers that hold a part, "actor" or "rollout": what their pool says, else what
+        `environments` says of the one that a backend's manifest asks for. None for the driver's.
+
+        Raises:
+            ConfigError: `environments` lacks it, or two backends in one pool ask for different ones.
+        """
+        pool = self._pool(part)
+        if pool.python is not None:
+            return pool.python
+        backends: dict[str, Kind] = {}
+        if part == "rollout" or self.rollout_pool is None:
+            backends[self.rollout.backend] = "rollout"
+        if pool is self.pool:
+            backends |= {each.backend: "engine" for each in (self.actor, self.ref) if each}
+        registry, wanted = EngineRegistry.default(), {}
+        for name, kind in backends.items():
+            manifest = registry.resolve(name, kind, elsewhere=True).manifest
+            if manifest is not None and manifest.env is not None:
+                wanted[manifest.env] = name
+        if not wanted:
+            return None
+        known = [name for name in wanted if name in self.environments]
+        if len(wanted) > 1 or not known:
+            raise ConfigError(
+                "which environment the workers run in is not known",
+                have=", ".join(f"{backend!r} asks for {env!r}" for env, backend in wanted.items()),
+                want="one environment a pool",
+                mend=f"set environments.{next(iter(wanted))}=its/bin/python, or give the rollout a pool of its own",
+            )
+        return self.environments[known[0]]
+
+    def _pool(self, part: str) -> PoolConfig:
+        return self.rollout_pool if part == "rollout" and self.rollout_pool else self.pool
+
     def check(self) -> None:
         """Everything about models, backends and sizes that can be refused before a process is started.
 
         Raises:
             Refused: no model directory; a backend or transfer that is not there or refuses its options, the number
-                of processes or the model; or a number of prompts that doesn't divide.
+                of processes or the model; an environment that workers cannot run in; or a number of prompts that
+                doesn't divide.
         """
         worker = self.worker()
+        for python in {self.python("actor"), self.python("rollout")} - {None}:
+            from core.transport.ray.environment import checked_python
+
+            checked_python(str(python))
         if self.rollout_pool is not None:
             self.transfer.check()
         actor, rollout = self._dp_size("actor", worker.actor), self._dp_size("rollout", self.rollout_worker())
@@ -180,8 +222,9 @@ class GrpoConfig:
             return 1
         model = ModelFacts.read(config.engine["model"])
         kind: Kind = "rollout" if part == "rollout" else "engine"
-        pool = self.rollout_pool if part == "rollout" and self.rollout_pool else self.pool
-        plan = EngineRegistry.default().plan(config.backend, config.engine, pool.world_size, model, kind=kind)
+        registry, world_size = EngineRegistry.default(), self._pool(part).world_size
+        elsewhere = self.python(part) is not None
+        plan = registry.plan(config.backend, config.engine, world_size, model, kind, elsewhere=elsewhere)
         return plan.route.dp_size if plan else 1
 
     def _placed(self, config: Any, pool: PoolConfig | None = None) -> Any:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 import attrs
 
 from core.errors import Refused
-from core.group import WorkerGroup
+from core.group import RayClassWithInitArgs, WorkerGroup
 from manymesh.recipes.grpo.config import GrpoConfig, PoolConfig
 from manymesh.recipes.grpo.split import SplitGroups, Workers
 
@@ -80,26 +80,27 @@ def worker_group(config: GrpoConfig) -> Iterator[Workers]:
     with ExitStack() as stack:
         others = [config.rollout_pool] if config.rollout_pool else []
         stack.enter_context(ray_cluster(config.pool, *others))
-        trainers = stack.enter_context(_group(ActorRolloutRefWorker, config.worker(), config.pool, "actor_rollout_ref"))
+        made = RayClassWithInitArgs(ActorRolloutRefWorker, config.worker())
+        trainers = stack.enter_context(_group(made, config.pool, "actor_rollout_ref", config.python("actor")))
         if config.rollout_pool is None:
             yield trainers
             return
-        rollouts = stack.enter_context(_group(RolloutWorker, config.rollout_worker(), config.rollout_pool, "rollout"))
+        made = RayClassWithInitArgs(RolloutWorker, config.rollout_worker())
+        rollouts = stack.enter_context(_group(made, config.rollout_pool, "rollout", config.python("rollout")))
         sync = WeightSync(trainers, [rollouts], **attrs.asdict(config.transfer, recurse=False))
         stack.callback(sync.close)
         yield SplitGroups(trainers, rollouts, sync)
 
 
 @contextmanager
-def _group(worker: type, config: object, pool: PoolConfig, name: str) -> Iterator[WorkerGroup]:
-    from core.group import RayClassWithInitArgs
+def _group(made: RayClassWithInitArgs, pool: PoolConfig, name: str, python: str | None) -> Iterator[WorkerGroup]:
     from core.transport.ray import RayResourcePool, RayWorkerGroup
 
     threads = {"OMP_NUM_THREADS": str(max(1, int(pool.cpus_per_process)))}
     with RayResourcePool(
         pool.processes, use_gpu=pool.use_gpu, cpus_per_process=pool.cpus_per_process, name=name
     ) as room:
-        group = RayWorkerGroup(room, RayClassWithInitArgs(worker, config), name=name, env=threads)
+        group = RayWorkerGroup(room, made, name=name, env=threads, python=python)
         try:
             yield group
         except BaseException:
