@@ -28,18 +28,19 @@ def load_causal_lm(path: str, dtype: str, **options: Any) -> Any:
         model, report = AutoModelForCausalLM.from_pretrained(
             facts.path, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True, **options
         )
-    except (ImportError, OSError, ValueError) as error:
+    except Exception as error:  # files that are cut raise whatever their reader does
         raise Refused(
             f"transformers cannot load {facts.path!r} as a causal language model",
-            have=str(error),
+            have=f"{type(error).__name__}: {error}",
             where=f"model type {facts.model_type!r}",
             mend="check the directory's weights, and the config's attn_implementation",
         ) from error
-    if missing := sorted(report["missing_keys"]):
-        # transformers warns and leaves them random.
+    # Of these transformers warns, and leaves them random.
+    lacking = [*sorted(report["missing_keys"]), *(f"{name} {have}" for name, *have in report["mismatched_keys"])]
+    if lacking:
         raise Refused(
-            f"the checkpoint {facts.path!r} lacks {len(missing)} of the model's weights",
-            have=f"missing {missing[:20]}",
+            f"the checkpoint {facts.path!r} lacks {len(lacking)} of the model's weights",
+            have=f"missing, or of another shape {lacking[:20]}",
             want="every parameter of the model",
             where=facts.path,
             mend=MEND,

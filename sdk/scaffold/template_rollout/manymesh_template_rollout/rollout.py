@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -106,16 +107,18 @@ class TemplateRollout:
 
         Positions count from a row's first real token, since padding stands on the left.
         """
-        ids, mask, past = prompts.ids, prompts.mask, DynamicCache(config=self._model.config)
-        new = ids
+        ids, mask, new = prompts.ids, prompts.mask, prompts.ids
+        # Newer versions of transformers have renamed the argument.
+        name = "cache" if "cache" in signature(self._model.forward).parameters else "past_key_values"
+        past = {name: DynamicCache(config=self._model.config)}
         for _ in range(steps):
             made = self._model(
                 input_ids=new,
                 attention_mask=mask,
                 position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :],
-                past_key_values=past,
                 use_cache=True,
                 logits_to_keep=1,
+                **past,
             )
             logits = made.logits[:, -1].to(torch.float32, copy=True)
             new = sampler(ids, logits).argmax(-1, keepdim=True)
