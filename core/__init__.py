@@ -21,6 +21,7 @@ _HOMES = {
     "core.dispatch": "Dispatch make_nd_compute_dataproto_dispatch_fn on_mesh register",
     "core.worker": "Worker WorkerContext",
     "core.group": "Future RayClassWithInitArgs WorkerGroup",
+    "core.colocate": "ColocatedWorker create_colocated_worker_cls",
     "core.transport.local": "LocalWorkerGroup",
     "core.transport.ray": "RayResourcePool RayWorkerGroup ResourcePoolManager",
 }

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -15,9 +15,10 @@ import attrs
 
 from core.calls import Call, Execute, MethodSpec, Order, RankCall
 from core.dispatch import method_specs, named_mode
-from core.errors import DeadlineExceeded, ManymeshError, Refused, WorkerFailed
+from core.errors import ManymeshError, Refused, WorkerFailed
+from core.failure import explained
 from core.future import Future, resolved
-from core.host import Answered, Died, Identity, Outcome, Raised, RefusedIt
+from core.host import Answered, Identity, Outcome, RefusedIt
 from core.mesh import Route
 from core.observe import Observers
 from core.wire import decode
@@ -33,6 +34,19 @@ class RayClassWithInitArgs:
 
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
         self.__attrs_init__(cls, args, kwargs)
+
+    @property
+    def roles(self) -> Mapping[str, RayClassWithInitArgs]:
+        """Of a colocated worker its roles; else none."""
+        from core.colocate import ColocatedWorker
+
+        roles: Mapping[str, RayClassWithInitArgs] = self.args[0] if self.cls is ColocatedWorker else {}
+        return roles
+
+    def method_names(self) -> list[str]:
+        """What its workers can be told to run: `method`, and `role.method` of roles."""
+        inner = [f"{role}.{name}" for role, made in self.roles.items() for name in made.method_names()]
+        return [*method_specs(self.cls), *inner]
 
 
 class Ticket(Protocol):
@@ -72,6 +86,15 @@ class Transport(Protocol):
         ...
 
 
+@attrs.define
+class _Life:
+    """What a group and the roles in it share, since they share the processes."""
+
+    failure: ManymeshError | None = None
+    closed: bool = False
+    under_way: list[Future] = attrs.field(factory=list)
+
+
 class WorkerGroup:
     """One world of ranks, and the registered methods of their class.
 
@@ -101,18 +124,18 @@ class WorkerGroup:
         self.name = name or cls_with_args.cls.__name__
         self._transport, self._timeout_s, self._cls = transport, timeout_s, cls_with_args.cls
         self._routes: dict[str, Route] = {}
-        self._failure: ManymeshError | None = None
-        self._closed = False
-        self._under_way: list[Future] = []
-        self._observers = Observers(observers)
+        self._life, self._observers = _Life(), Observers(observers)
+        self._roles, self._within = cls_with_args.roles, ""
         try:
+            for made in self._roles.values():
+                self._check_names(made.cls)
             self._specs = self._bind(cls_with_args.cls)
             self._settle(
                 transport.construct(cls_with_args, self._observers.of_workers()), "__init__", None, start_timeout_s
             )
         except BaseException:
             transport.end()
-            self._closed = True
+            self._life.closed = True
             raise
 
     @property
@@ -128,7 +151,35 @@ class WorkerGroup:
     @property
     def failed(self) -> bool:
         """Whether a worker has failed; then every call raises."""
-        return self._failure is not None
+        return self._life.failure is not None
+
+    def spawn(self, roles: Collection[str] | None = None) -> dict[str, Self]:
+        """The roles of a group of colocated workers (core.colocate), each with its class's methods and meshes.
+
+        They are this same world: they fail together, calls run in the order in which they are made, and shutting one
+        down shuts down all.
+
+        Args:
+            roles: which; all when not given.
+
+        Raises:
+            Refused: there is no such role, or the group's worker has none.
+        """
+        wanted = self._roles if roles is None else roles
+        if not self._roles or (unknown := [role for role in wanted if role not in self._roles]):
+            raise Refused(
+                f"group {self.name!r} has no such roles" if self._roles else f"group {self.name!r} has no roles",
+                have=sorted(self._roles) or self._cls.__name__,
+                want=unknown if self._roles else "a worker made by create_colocated_worker_cls",
+            )
+        return {role: self._role(role) for role in wanted}
+
+    def _role(self, role: str) -> Self:
+        view = copy.copy(self)
+        view.name, view._within, view._cls = f"{self.name}.{role}", f"{role}.", self._roles[role].cls
+        view._routes, view._roles = {}, {}
+        view._specs = view._bind(view._cls)
+        return view
 
     def route(self, mesh: str) -> Route:
         """The checked route of one of the workers' meshes.
@@ -140,7 +191,9 @@ class WorkerGroup:
             self._check_alive("route")
             self._wait_for_earlier(None)
             timeout_s = min(self._timeout_s, 60.0)
-            places = self._settle(self._transport.route(mesh), f"route of mesh {mesh!r}", mesh, timeout_s)
+            places = self._settle(
+                self._transport.route(self._within + mesh), f"route of mesh {mesh!r}", mesh, timeout_s
+            )
             dp_ranks = tuple(places[rank][0] for rank in range(self.world_size))
             route = Route(dp_ranks, frozenset(rank for rank, place in places.items() if place[1]))
             route.check(mesh)
@@ -150,10 +203,10 @@ class WorkerGroup:
     def shutdown(self, timeout_s: float = 20.0) -> None:
         """Let the workers free what they hold, then end their processes. Can be called twice."""
         try:
-            if not self._closed and self._failure is None:
+            if not self._life.closed and self._life.failure is None:
                 self._transport.shutdown().gather(timeout_s)
         finally:
-            self._closed = True
+            self._life.closed = True
             self._transport.end()
 
     def __enter__(self) -> Self:
@@ -165,7 +218,7 @@ class WorkerGroup:
         self.shutdown()
 
     def __repr__(self) -> str:
-        state = "failed" if self.failed else "closed" if self._closed else "ready"
+        state = "failed" if self.failed else "closed" if self._life.closed else "ready"
         return f"<{type(self).__name__} {self.name!r}: {self.world_size} ranks, {state}>"
 
     def __getattr__(self, name: str) -> Any:
@@ -180,7 +233,7 @@ class WorkerGroup:
 
     # -------------------------------------------------------------------------------------------- binding
 
-    def _bind(self, cls: type) -> dict[str, MethodSpec]:
+    def _check_names(self, cls: type) -> None:
         methods = method_specs(cls)
         reserved = sorted({"name", *(name for name in dir(type(self)) if not name.startswith("_"))})
         clash = sorted(name for name in methods if name in reserved or name.startswith("_"))
@@ -192,8 +245,11 @@ class WorkerGroup:
                 where=f"group {self.name!r}",
                 mend="rename the worker's methods",
             )
+
+    def _bind(self, cls: type) -> dict[str, MethodSpec]:
+        self._check_names(cls)
         specs = {}
-        for name, (spec, function) in methods.items():
+        for name, (spec, function) in method_specs(cls).items():
             if isinstance(spec.dispatch_mode, str):
                 spec = attrs.evolve(spec, dispatch_mode=named_mode(spec.dispatch_mode))
             specs[name] = spec
@@ -240,7 +296,7 @@ class WorkerGroup:
             calls = {0: calls[0]}
         answering = mode.answering(call) if mode.answering else frozenset(calls)
         keep = not spec.blocking and mode.remote and mode.joins_rows and bool(self._transport.keeps)
-        ticket = self._transport.run(Order(method, spec.mesh, spec.reads_only, keep), calls, answering)
+        ticket = self._transport.run(Order(self._within + method, spec.mesh, spec.reads_only, keep), calls, answering)
         timeout_s = spec.timeout_s or self._timeout_s
         if self._observers:
             seconds = time.perf_counter() - began
@@ -263,7 +319,7 @@ class WorkerGroup:
                     self._observers.tell("manymesh_after_collect", call=call, **facts)
 
         future = Future(ticket, finish)
-        self._under_way.append(future)
+        self._life.under_way.append(future)
         return future
 
     def _stay(self, result: Any, where: str) -> Any:
@@ -277,14 +333,15 @@ class WorkerGroup:
         Ranks run calls in order, so no time is lost by it; and when one of them has failed on a rank, its peers would
         never come to this one.
         """
-        if future is None or future in self._under_way:
-            while self._under_way and self._under_way[0] is not future:
+        under_way = self._life.under_way
+        if future is None or future in under_way:
+            while under_way and under_way[0] is not future:
                 with suppress(Exception):  # whoever holds that future gets it
-                    self._under_way[0].result()
+                    under_way[0].result()
             if future is not None:
-                self._under_way.pop(0)
-        if self._failure is not None:
-            raise self._failure
+                under_way.pop(0)
+        if self._life.failure is not None:
+            raise self._life.failure
 
     def _settle(
         self, ticket: Ticket, method: str, mesh: str | None, timeout_s: float, *, rows: bool = False
@@ -300,69 +357,13 @@ class WorkerGroup:
         refusals = [each.error for each in bad.values() if isinstance(each, RefusedIt)]
         if len(refusals) == len(outcomes) and not late:
             raise refusals[0]
-        self._transport_failed(self._explain(outcomes, late, method, mesh, timeout_s))
-        raise self._failure  # type: ignore[misc]
-
-    def _transport_failed(self, error: ManymeshError) -> None:
+        error = explained(outcomes, late, self.name, self._transport, method, mesh, timeout_s)
         self._transport.end()
-        self._failure = self._failure or error
-
-    def _explain(
-        self, outcomes: dict[int, Outcome], late: list[int], method: str, mesh: str | None, timeout_s: float
-    ) -> ManymeshError:
-        bad = {rank: each for rank, each in outcomes.items() if not isinstance(each, Answered)}
-        if not bad:
-            return DeadlineExceeded(
-                f"ranks {late} of group {self.name!r} did not answer {method!r} within {timeout_s:g} s",
-                where=f"group {self.name!r}, method {method!r}",
-                mend="the group has been ended; give the method a longer timeout_s if it is healthy but slow",
-            )
-        rank = min(bad, key=lambda rank: (self._blame(rank, bad[rank]), rank))
-        first: Any = bad[rank]
-        identity = self._transport.identities[rank]
-        told: dict[str, str] = {}
-        cause: BaseException | None = None
-        mend = "the group's other ranks have been ended; build a new group"
-        match first:
-            case Raised():
-                what, cause = f"rank {rank} of group {self.name!r} raised {first.summary}", _loaded(first.error)
-                told = {"traceback": first.traceback}
-            case RefusedIt():
-                some = sorted(r for r, each in bad.items() if isinstance(each, RefusedIt))
-                what, cause = f"only ranks {some} of group {self.name!r} refused: {first.error.message}", first.error
-                told, mend = {"traceback": str(cause)}, f"a refusal must be found on all ranks alike; {mend}"
-            case Died():
-                what, told = f"the process of rank {rank} of group {self.name!r} died", {"exit": first.exit}
-        error = WorkerFailed(
-            what,
-            group=self.name,
-            rank=rank,
-            node=identity.node_address,
-            pid=identity.pid,
-            method=method,
-            mesh=mesh,
-            log_tail=self._transport.log_tail(rank),
-            mend=mend,
-            **told,
-        )
-        error.__cause__ = cause
-        return error
-
-    def _blame(self, rank: int, outcome: Outcome) -> tuple[int, float]:
-        """Sorts who failed first to the front. When one process dies or raises, its peers' collectives fail too:
-        gloo and nccl errors, and processes that they abort, come last."""
-        match outcome:
-            case Raised():
-                return (2 if outcome.collective else 0), outcome.at
-            case Died():
-                aborted = any("Fatal Python error: Aborted" in line for line in self._transport.log_tail(rank))
-                return (3 if aborted else 1), 0.0
-            case _:
-                return 2, 0.0
+        self._life.failure = self._life.failure or error
+        raise self._life.failure
 
     def _check_alive(self, method: str) -> None:
-        if self._failure is not None:
-            cause = self._failure
+        if (cause := self._life.failure) is not None:
             raise WorkerFailed(
                 f"group {self.name!r} has failed earlier, so {method!r} cannot run: {cause.message}",
                 group=self.name,
@@ -370,13 +371,5 @@ class WorkerGroup:
                 method=method,
                 mend="build a new group",
             ) from cause
-        if self._closed:
+        if self._life.closed:
             raise Refused(f"group {self.name!r} has been shut down", where=f"method {method!r}")
-
-
-def _loaded(error: bytes | None) -> BaseException | None:
-    """A worker's exception, where the driver has its class too."""
-    with suppress(Exception):
-        loaded = pickle.loads(error) if error else None
-        return loaded if isinstance(loaded, BaseException) else None
-    return None

@@ -60,6 +60,13 @@ def all_gone(pids: list[int], within_s: float) -> bool:
     return True
 
 
+def wait_for_cpus(num: int) -> None:
+    """Ray gives room back a moment after it was asked to."""
+    deadline = time.monotonic() + 60
+    while ray.available_resources().get("CPU", 0) < num and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 # ---------------------------------------------------------------------------------------------- order of ranks
 
 
@@ -101,6 +108,7 @@ def test_a_pool_that_cannot_be_placed_is_refused_at_once_with_need_and_supply(ra
 
 def test_a_pool_whose_room_is_held_by_another_is_refused_with_what_is_free(pool: RayResourcePool) -> None:
     pool.placement_groups()
+    wait_for_cpus(3)
     with pytest.raises(Refused, match="found no room") as refusal:
         RayResourcePool([4], name="second", placement_timeout_s=0.5).placement_groups()
     assert "3 free" in str(refusal.value)
@@ -112,9 +120,7 @@ def test_a_pool_that_was_refused_can_be_used_once_there_is_room(ray_cluster: Non
             holder.placement_groups()
             with pytest.raises(Refused, match="found no room") as refusal:
                 echo_group(late)
-        deadline = time.monotonic() + 10  # Ray gives room back a moment after it was asked to
-        while ray.available_resources().get("CPU", 0) < 1 and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_for_cpus(1)
         with echo_group(late) as group:
             assert group.num_calls() == [0]
         assert refusal.tb is not None  # the refusal still held on to what it had made

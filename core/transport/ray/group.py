@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from core.discovery import check_core
-from core.dispatch import method_specs
 from core.group import RayClassWithInitArgs, WorkerGroup
 from core.transport.ray.actors import RayTransport
 from core.transport.ray.environment import checked_python
@@ -47,7 +46,7 @@ class RayWorkerGroup(WorkerGroup):
         need_ray()
         check_core()  # a user's folder named core would be what the workers import
         name = name or ray_cls_with_init.cls.__name__
-        methods = method_specs(ray_cls_with_init.cls)
+        methods = ray_cls_with_init.method_names()
         python = checked_python(python) if python is not None else None
         transport = RayTransport(resource_pool, name, methods, env or {}, start_timeout_s, python)
         super().__init__(
