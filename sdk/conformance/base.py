@@ -204,7 +204,7 @@ class Conformance:
     def model(self, family: str = "qwen3", **options: Any) -> str:
         """A directory with a tiny model (sdk.testing.tiny_model), the same for the same arguments. Its weights are
         large enough that predictions are far from uniform."""
-        return self.session.model(family, **options)
+        return str(self.session.model(family, **options))
 
     def once(self, key: object, make: Callable[[], T]) -> T:
         """`make()`, the first time that a suite with this subject asks for the key; then what it gave."""
@@ -217,7 +217,7 @@ class Session:
 
     def __init__(self, worlds: Any, directory: Callable[[str], Path]) -> None:
         self.worlds = worlds
-        self._directory = directory
+        self.directory = directory
         self._made: dict[Any, Any] = {}
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -230,4 +230,4 @@ class Session:
 
         options = {"initializer_range": 0.1} | options
         key = ("model", family, repr(sorted(options.items())))
-        return str(self.once(key, lambda: tiny_model(self._directory(family), family, **options)))
+        return str(self.once(key, lambda: tiny_model(self.directory(family), family, **options)))

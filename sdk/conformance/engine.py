@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from sdk.conformance.suites.engine_checkpoint import CheckpointSuite
+from sdk.conformance.suites.engine_life import LifeSuite
+from sdk.conformance.suites.engine_numbers import NumbersSuite
+from sdk.conformance.suites.engine_weights import WeightsSuite
 from sdk.conformance.suites.manifest import ManifestSuite
-from sdk.conformance.suites.mesh import MeshSuite
 
 
-class EngineConformance(ManifestSuite, MeshSuite):
-    """Whether a backend meets core.protocols.Engine, and does what its manifest offers. See Conformance for what a
-    subclass sets."""
-
-    kind = "engine"
+class EngineConformance(ManifestSuite, NumbersSuite, LifeSuite, WeightsSuite, CheckpointSuite):
+    """Whether a backend meets core.protocols.Engine, and does what its manifest offers. See Conformance and EngineSuite
+    for what a subclass sets."""

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from sdk.conformance.base import Conformance, Session
 
 pytest.register_assert_rewrite("sdk.conformance.suites")
-REPORT = pytest.StashKey["Report"]()
-SESSION = pytest.StashKey["Session"]()
+REPORT = pytest.StashKey[Any]()  # a report.Report
+SESSION = pytest.StashKey[Any]()  # a base.Session, of a session around this one
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -117,5 +117,5 @@ def conformance_session(request: pytest.FixtureRequest, tmp_path_factory: pytest
     if (outer := request.config.stash.get(SESSION, None)) is not None:  # a session within a session
         yield outer
         return
-    with closing(Worlds()) as worlds:
+    with closing(Worlds(timeout_s=600)) as worlds:  # pytest's own limit is for the tests
         yield Session(worlds, tmp_path_factory.mktemp)
