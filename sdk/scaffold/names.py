@@ -93,13 +93,15 @@ class Names:
             raise Refused(f"`import {self.package}` finds something already", have=", ".join(places), mend=mend)
         for entry in EngineRegistry.default().entries if entries is None else entries:
             if (entry.kind, entry.name) == (self.kind, self.backend):
+                article = "an" if self.kind == "engine" else "a"
                 raise Refused(
-                    f"there is a {self.kind} {self.backend!r} already: users would have to write which they mean",
+                    f"there is {article} {self.kind} {self.backend!r} already: users would have to say which they mean",
                     have=str(entry),
                     mend=mend,
                 )
 
 
 def _suggestion(name: str, kind: Kind) -> str:
-    stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[: LONGEST - 10].strip("-")
-    return f"my-{stem}" if stem and stem != kind else f"my-{kind}"
+    words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
+    stem = "-".join(words)[: LONGEST - 3].strip("-") or kind
+    return stem if len(words) > 1 and stem[0].isalpha() else f"my-{stem}"
