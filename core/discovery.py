@@ -203,18 +203,27 @@ def _manifests(point: EntryPoint) -> list[Manifest]:
     return manifests
 
 
-def _missing(manifest: Manifest, version_of: Callable[[str], str | None]) -> tuple[str, str] | None:
-    """Reason and mend when requirements are not met. Those of a backend with an environment of its own are checked
-    there, by pip."""
-    reasons, installs = [], []
-    for group in manifest.requires if manifest.env is None else ():
+def requirements(
+    manifest: Manifest, version_of: Callable[[str], str | None] | None = None
+) -> Iterator[tuple[tuple[str, ...], dict[str, str | None], bool]]:
+    """Of each group that a manifest requires: the alternatives, what is installed of them, and whether one is met.
+    Those of a backend with an environment of its own are checked there, by pip."""
+    version_of = version_of or _version_of
+    for group in manifest.requires:
         wanted = [Requirement(text) for text in group]
-        if any(_is_met(one, version_of) for one in wanted):
-            continue
-        have = [f"{one.name} is {version_of(one.name) or 'not installed'}" for one in wanted]
-        reasons.append(f"needs {' or '.join(group)}: {', '.join(have)}")
-        installs.append(shlex.quote(group[0]))
-    return ("; ".join(reasons), f"pip install {' '.join(installs)}") if reasons else None
+        met = manifest.env is not None or any(_is_met(one, version_of) for one in wanted)
+        yield tuple(group), {one.name: version_of(one.name) for one in wanted}, met
+
+
+def _missing(manifest: Manifest, version_of: Callable[[str], str | None]) -> tuple[str, str] | None:
+    """Reason and mend when requirements are not met."""
+    unmet = [(group, have) for group, have, met in requirements(manifest, version_of) if not met]
+    reasons = [
+        f"needs {' or '.join(group)}: " + ", ".join(f"{n} is {v or 'not installed'}" for n, v in have.items())
+        for group, have in unmet
+    ]
+    installs = " ".join(shlex.quote(group[0]) for group, _ in unmet)
+    return ("; ".join(reasons), f"pip install {installs}") if unmet else None
 
 
 def _is_met(wanted: Requirement, version_of: Callable[[str], str | None]) -> bool:

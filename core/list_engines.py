@@ -1,4 +1,4 @@
-"""What is installed, what is broken, why, and how to mend it: `python -m core.list_engines`."""
+"""What is installed, what is broken, why, and how to mend it: `python -m core.list_engines [NAME]`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from core.describe import describe
+from core.errors import did_you_mean
 from core.hookspecs import ENTRY_POINT_GROUP, PROJECT
 from core.manifest import KINDS
 from core.registry import EngineRegistry, Entry, Status
@@ -22,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m core.list_engines", description="List the engines, rollouts and transfers that are installed."
     )
+    parser.add_argument(
+        "name", nargs="?", help="show this one in full: a backend, distribution:backend, or distribution"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON (schema 1) instead of a table")
     parser.add_argument("--kind", choices=KINDS, help="only backends of one kind, and plugins whose kind is unknown")
     parser.add_argument("--verbose", action="store_true", help="also capabilities, requirements, factory and config")
@@ -31,10 +36,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # a plugin that prints at import must not spoil the JSON
         found = EngineRegistry.discover().entries
     entries = [entry for entry in found if args.kind is None or entry.kind in (args.kind, None)]
+    full = {}
+    if args.name is not None:
+        names = {each for entry in entries for each in _names(entry)}
+        entries = [entry for entry in entries if args.name in _names(entry)]
+        if not entries:
+            print(f"no plugin {args.name!r} is installed; {did_you_mean(args.name, names)}", file=sys.stderr)
+            return 2
+        with contextlib.redirect_stdout(sys.stderr):
+            full = {id(entry): describe(entry) for entry in entries}
     if args.json:
         import json
 
-        print(json.dumps({"schema": 1, "entries": [as_dict(entry) for entry in entries]}, indent=2))
+        listed = [as_dict(entry) | full.get(id(entry), {}) for entry in entries]
+        print(json.dumps({"schema": 1, "entries": listed}, indent=2))
+    elif full:
+        print("\n\n".join(_in_full(entry, full[id(entry)]) for entry in entries))
     elif entries:
         _print_table(entries, args.verbose)
     else:
@@ -59,6 +76,35 @@ def as_dict(entry: Entry) -> dict[str, Any]:
         "capabilities": sorted(map(str, manifest.capabilities)) if manifest else [],
         "factory": manifest.factory if manifest else None,
     }
+
+
+def _names(entry: Entry) -> tuple[str, ...]:
+    return entry.name, f"{entry.distribution}:{entry.name}", entry.distribution
+
+
+def _in_full(entry: Entry, more: dict[str, Any]) -> str:
+    """One backend as text: what it is, then its options, one a line."""
+    has = as_dict(entry)
+    lines = [f"{entry.kind or 'plugin'} {entry.name}: {more.get('summary') or entry.reason}"]
+    lines += [f"  distribution: {entry.distribution} {entry.version}".rstrip(), f"  status: {entry.status}"]
+    lines += [f"  {key}: {has[key]}" for key in ("reason", "mend") if has[key]]
+    if entry.manifest is None:
+        return "\n".join([*lines, *(f"  {line}" for line in _details(entry))])
+    lines += [f"  {key.replace('_', ' ')}: {', '.join(has[key])}" for key in ("devices", "model_types")]
+    lines += [f"  capabilities: {', '.join(has['capabilities']) or 'none'}"]
+    for need in more["requires"]:
+        have = ", ".join(f"{name} {version or 'not installed'}" for name, version in need["have"].items())
+        lines.append(f"  requires: {' or '.join(need['any_of'])}: {'met' if need['met'] else 'NOT MET'} ({have})")
+    lines += [f"  {key}: {value}" for key in ("environment", "config", "planner") if (value := more[key])]
+    lines += [f"  factory: {entry.manifest.factory}"]
+    if not more["options"]:
+        return "\n".join([*lines, f"  options: {more['options_error'] or 'none'}"])
+    given = ["required" if o["default"] is None else f"= {o['default']}" for o in more["options"]]
+    rows = [(o["name"], o["type"], default) for o, default in zip(more["options"], given, strict=True)]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    shown = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    helps = [option["help"] for option in more["options"]]
+    return "\n".join([*lines, "  options:", *(f"    {a}  {b}".rstrip() for a, b in zip(shown, helps, strict=True))])
 
 
 def _print_table(entries: Sequence[Entry], verbose: bool) -> None:

@@ -146,14 +146,14 @@ class EngineRegistry:
         entry = self.resolve(backend, kind, model_type, device, vendor)
         if expect is not None and entry.choice != expect:
             raise _differs(expect, str(entry.choice), f"ask for {expect.distribution}:{expect.name}")
-        options = structure(_load(entry, "config"), config, where=f"config of {kind} {entry.name!r}")
+        options = structure(load(entry, "config"), config, where=f"config of {kind} {entry.name!r}")
         several = entry.manifest is not None and len(entry.manifest.model_types) > 1
         asked = {"model_type": model_type} if several else {}
-        return _load(entry, "factory")(options, device=device, **asked)
+        return load(entry, "factory")(options, device=device, **asked)
 
     def load(self, name: str, kind: Kind) -> Any:
         """What the manifest's factory names, imported but not called. Raises RegistryError as `resolve`."""
-        return _load(self.resolve(name, kind), "factory")
+        return load(self.resolve(name, kind), "factory")
 
     def plan(
         self,
@@ -178,8 +178,8 @@ class EngineRegistry:
         entry = self.resolve(backend, kind, elsewhere=elsewhere)
         if entry.manifest is None or entry.manifest.planner is None:
             return None
-        options = structure(_load(entry, "config"), config, where=f"config of {kind} {entry.name!r}")
-        plan = _load(entry, "planner")(options, world_size, model)
+        options = structure(load(entry, "config"), config, where=f"config of {kind} {entry.name!r}")
+        plan = load(entry, "planner")(options, world_size, model)
         if not isinstance(plan, Plan):
             raise RegistryError(f"the planner of {entry} gives no Plan", have=repr(plan))
         return plan
@@ -263,8 +263,8 @@ def _differs(choice: Choice, have: str, mend: str) -> RegistryError:
     )
 
 
-def _load(entry: Entry, what: Literal["factory", "config", "planner"]) -> Any:
-    """Import an object that a manifest names."""
+def load(entry: Entry, what: Literal["factory", "config", "planner"]) -> Any:
+    """Import an object that a manifest names. Raises RegistryError where it cannot be."""
     path = getattr(entry.manifest, what)
     try:
         return pkgutil.resolve_name(path)

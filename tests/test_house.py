@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PLUGINS = sorted(ROOT.glob("plugins/*/manymesh_*"))
+PLUGINS = sorted([*ROOT.glob("plugins/*/manymesh_*"), *ROOT.glob("sdk/scaffold/template_*/manymesh_*")])
 # Published names of backends; `hf` only as a whole word.
 BACKENDS = re.compile(r"fsdp|megatron|vllm|sglang|(?<![a-z0-9])hf(?![a-z0-9])", re.IGNORECASE)
 HEAVY = {"torch", "ray", "vllm", "sglang", "megatron", "transformers", "tensordict"}
@@ -105,14 +105,15 @@ def test_the_rule_on_backend_names_bites(tmp_path: Path) -> None:
 
 
 def test_core_stays_small() -> None:
-    """No file above 400 lines, and under 3,800 lines of code: docstrings, comments and blank lines are not counted.
+    """No file above 400 lines, and under 3,900 lines of code: docstrings, comments and blank lines are not counted.
 
     The dispatch layer is what grew from 3,000: rows that go from workers to workers (core/remote.py, core/future.py,
-    what Ray's transport does for them), object columns that are passed on unread, observers; and colocated workers.
+    what Ray's transport does for them), object columns that are passed on unread, observers; colocated
+    workers. core/describe.py shows one plugin in full.
     """
     files = list(sources(ROOT / "core"))
     assert {file.name for file in files if len(file.read_text().splitlines()) > 400} == set()
-    assert sum(map(lines_of_code, files)) < 3800
+    assert sum(map(lines_of_code, files)) < 3900
 
 
 def lines_of_code(file: Path) -> int:
@@ -136,7 +137,9 @@ def test_a_plugins_package_is_empty_so_that_listing_it_imports_nothing_heavy() -
 
 
 def test_importing_core_and_what_lists_and_plans_imports_nothing_heavy() -> None:
-    modules = "core, core.registry, core.list_engines, core.hookspecs, core.config, core.manifest, core.mesh"
+    modules = (
+        "core, core.registry, core.list_engines, core.describe, core.hookspecs, core.config, core.manifest, core.mesh"
+    )
     script = f"import sys, {modules}; sys.exit(sorted({HEAVY} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

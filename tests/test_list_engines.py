@@ -25,6 +25,38 @@ BROKEN = {
 }
 
 
+OPTIONS = """\
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import attrs
+
+from core.config import EngineConfig
+
+@attrs.frozen
+class Inner:
+    '''What is within.
+
+    Attributes:
+        low, high: bounds, both
+            of them.
+        other: none of these
+
+    Other prose: not an option.
+    '''
+
+    low: int = 1
+    high: int = 2
+    undocumented: Mapping[str, Any] = attrs.field(factory=dict)
+
+@attrs.frozen
+class Config(EngineConfig):
+    speed: Literal["slow", "fast"] = "slow"  # how fast: # or so
+    inner: Inner = attrs.field(factory=Inner)
+    late: int = attrs.field(default=attrs.Factory(lambda self: 7, takes_self=True))
+"""
+
+
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A good plugin, four broken ones, one of another API and one that lacks what it requires."""
@@ -34,6 +66,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, source in BROKEN.items():
         install(folder, name, {f"{name.replace('-', '_')}.py": source}, version="7.1")
     install(folder, "next-toy", {"next_toy.py": ""}, group="manymesh.v2")
+    rich = manifest("rich", "rich_toy", requires=(("attrs>=24",), ("nobody-has-this>=2",)), env="own", summary="rich")
+    bad = manifest("bad", "rich_toy", config="rich_toy:nowhere", summary="its options cannot be imported")
+    install(folder, "rich-toy", {"rich_toy.py": plugin(rich, bad), "rich_toy_backend.py": OPTIONS}, version="2.0")
     lacking = manifest("lacking", "lacking_toy", kind="rollout", requires=(("nobody-has-this>=2",),))
     install(folder, "lacking-toy", {"lacking_toy.py": plugin(lacking)})
     return folder
@@ -118,6 +153,7 @@ def test_the_table_has_a_line_for_each_and_the_mend_below(site: Path) -> None:
 def test_nothing_heavy_is_imported_by_a_listing(site: Path) -> None:
     script = (
         "import sys; from core.list_engines import main; main([]); main(['--json', '--verbose'])\n"
+        "main(['rich']); main(['fsdp'])\n"
         f"sys.exit(sorted(set({HEAVY}) & set(sys.modules)) or 0)"
     )
     env = os.environ | {"PYTHONPATH": str(site)}
@@ -196,3 +232,72 @@ def test_without_plugins_the_listing_says_how_to_install_one(
 def test_every_entry_of_this_environment_can_be_written_as_json() -> None:
     for entry in EngineRegistry.discover({}).entries:
         assert json.loads(json.dumps(as_dict(entry)))["distribution"] == entry.distribution
+
+
+def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    capsys.readouterr()
+    assert main(args) == 0
+    return capsys.readouterr().out
+
+
+def test_a_name_shows_one_plugin_in_full_with_its_options_types_defaults_and_help(
+    here: EngineRegistry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = [" ".join(line.split()) for line in shown(capsys, "rich").splitlines()]
+    assert said[0] == "engine rich: rich"
+    assert "distribution: rich-toy 2.0" in said
+    assert "environment: own" in said
+    assert "requires: attrs>=24: met (attrs" in " ".join(said)
+    assert "model str required directory of a Hugging Face checkpoint" in said
+    assert "speed Literal['slow', 'fast'] = 'slow' how fast: # or so" in said
+    assert "inner.high int = 2 bounds, both of them." in said
+    assert "inner.undocumented Mapping[str, Any] = {}" in said
+    assert "optimizer.max_grad_norm float = 1.0 0: no clipping" in said
+
+
+def test_json_of_one_plugin_adds_to_what_the_listing_has(
+    here: EngineRegistry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (entry,) = json.loads(shown(capsys, "rich-toy:rich", "--json"))["entries"]
+    listed = {each["name"]: each for each in json.loads(shown(capsys, "--json"))["entries"]}
+    assert listed["rich"].items() <= entry.items()
+    options = {option["name"]: option for option in entry["options"]}
+    assert options["model"] == {
+        "name": "model",
+        "type": "str",
+        "default": None,
+        "help": "directory of a Hugging Face checkpoint",
+    }
+    assert options["inner.low"]["default"] == "1"
+    assert entry["requires"][1]["have"] == {"nobody-has-this": None}
+
+
+def test_a_distributions_name_shows_all_that_it_offers_and_says_what_cannot_be_imported(
+    here: EngineRegistry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = shown(capsys, "rich-toy")
+    assert "engine rich: rich" in said
+    assert "options: the config of engine 'bad' of rich-toy 2.0 cannot be imported" in said
+
+
+def test_in_full_too_requirements_are_said_to_be_met_or_not_and_broken_plugins_show_why(
+    here: EngineRegistry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "NOT MET (nobody-has-this not installed)" in shown(capsys, "lacking")
+    said = shown(capsys, "runtime-toy")
+    assert "status: broken" in said
+    assert "mend: " in said
+    assert "Traceback" in said
+
+
+def test_an_unknown_name_exits_2_with_the_nearest(here: EngineRegistry, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ritch"]) == 2
+    assert "no plugin 'ritch' is installed; did you mean 'rich'?" in capsys.readouterr().err
+
+
+def test_every_plugin_of_this_environment_can_be_shown_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without torch: test_nothing_heavy_is_imported_by_a_listing."""
+    for entry in EngineRegistry.discover({}).entries:
+        (found,) = json.loads(shown(capsys, f"{entry.distribution}:{entry.name}", "--json"))["entries"]
+        assert found["options_error"] == ""
+        assert entry.name in shown(capsys, f"{entry.distribution}:{entry.name}")
