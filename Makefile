@@ -30,7 +30,7 @@ test: $(STAMP) ## the base suite
 
 test-slow: $(STAMP) $(VLLM)/.built $(SGLANG)/.built ## what takes minutes: wheels in a fresh environment, all seeds of the demo, long runs
 	$(PY) -m pytest -m slow
-	$(VLLM)/bin/python -m pytest -m slow plugins/vllm_rollout/tests
+	$(VLLM)/bin/python -m pytest -m slow plugins/vllm_rollout/tests/engine
 	$(SGLANG)/bin/python -m pytest -m slow plugins/sglang_rollout/tests
 
 $(VLLM)/.built: $(BUILT_FROM) requirements/vllm.txt
@@ -39,8 +39,10 @@ $(VLLM)/.built: $(BUILT_FROM) requirements/vllm.txt
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-test-vllm: $(VLLM)/.built ## the vLLM rollout's tests with real vLLM on CPU, in an environment of their own (gigabytes)
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest plugins/vllm_rollout/tests
+test-vllm: $(STAMP) $(VLLM)/.built ## the vLLM rollout's tests with real vLLM on CPU, in an environment of their own (gigabytes)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest plugins/vllm_rollout/tests/light plugins/vllm_rollout/tests/engine
+	@# Driver and trainer in the base environment, vLLM in its own.
+	OMP_NUM_THREADS=1 MANYMESH_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(PY) -m pytest plugins/vllm_rollout/tests/apart
 
 bench-vllm: $(VLLM)/.built ## the vLLM rollout against bare vLLM, in that environment
 	$(VLLM)/bin/python -m benchmarks.vllm_rollout

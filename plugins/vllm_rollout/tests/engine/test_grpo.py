@@ -1,28 +1,73 @@
-"""The example as a user runs it: FSDP and vLLM in the same processes learn the demo's task. Minutes, so not in the base
-suite."""
+"""The examples as a user runs them: a policy in vLLM's own processes or in another pool learns the demo's task. That takes
+minutes, so it is not in the base suite."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
+import ray
+from rich.console import Console
+
+from manymesh.recipes.grpo.config import GrpoConfig
+from manymesh.recipes.grpo.launch import worker_group
+from manymesh.recipes.grpo.tracking import REWARD, read_metrics
+from manymesh.recipes.grpo.trainer import GrpoTrainer
+from manymesh.recipes.toy import write_copy_task, write_model
+from manymesh.recipes.yaml_config import load_yaml, override
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "grpo"
 
 
+@pytest.mark.timeout(600)  # processes that load vLLM start slowly on a busy machine
+def test_megatron_and_vllm_cut_over_the_same_two_ranks_agree_and_begin_to_learn(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", hidden_size=128)
+    data = write_copy_task(tmp_path / "copy.jsonl")
+    given = [f"model.path={model}", f"data.path={data}", f"run.dir={tmp_path / 'run'}", "run.steps=6"]
+    config = GrpoConfig.of(override(load_yaml(EXAMPLES / "megatron_vllm.yaml"), given))
+    trainer = GrpoTrainer(config)
+    ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        with worker_group(config) as group:
+            trainer.run(group, Console(file=StringIO()))
+            actor, rollout = group.route("actor"), group.route("rollout")
+    finally:
+        ray.shutdown()
+    assert (actor.dp_size, actor.collected, rollout.dp_size, rollout.collected) == (1, {0}, 1, {0})
+    metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    rewards = [line[REWARD] for line in metrics]
+    assert len(rewards) == 6
+    assert max(line["rollout/log_prob_gap_max"] for line in metrics) < 1e-4
+    assert rewards[0] < 0.1
+    assert min(rewards[-2:]) > rewards[0] + 0.03
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_fsdp_and_vllm_learn_to_copy_digits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "example",
+    [
+        ["vllm.yaml"],
+        ["vllm_two_pools.yaml", "transfer.kind=collective"],
+        ["vllm_two_pools.yaml", "transfer.kind=object_store"],
+        ["megatron_vllm.yaml"],
+        ["megatron_vllm.yaml", "rollout_pool={processes: [1], use_gpu: false}", "rollout.engine.tensor_parallel=1"],
+    ],
+    ids=" ".join,
+)
+def test_the_examples_learn_to_copy_digits(tmp_path: Path, example: list[str]) -> None:
     def run(*arguments: str) -> str:
         done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=880)
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stdout
 
     run(str(EXAMPLES / "make_copy_task.py"))
-    said = run("-m", "manymesh.recipes.grpo", "--config", str(EXAMPLES / "vllm.yaml"))
+    file, *overrides = example
+    said = run("-m", "manymesh.recipes.grpo", "--config", str(EXAMPLES / file), *overrides)
     rewards = re.search(r"^reward (\S+) -> (\S+) in", said, re.MULTILINE)
     assert rewards
     assert float(rewards[1]) < 0.2
