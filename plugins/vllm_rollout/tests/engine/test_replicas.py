@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -30,6 +30,7 @@ from manymesh.workers import (
     WeightSync,
 )
 from manymesh.workers.client import RequestFailed, Stream
+from sdk.conformance.suites.rollout_base import Models, prompts
 
 pytestmark = pytest.mark.timeout(600)  # processes that load vLLM start slowly on a busy machine
 
@@ -45,8 +46,8 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(checkpoints: Callable[..., str]) -> Iterator[Cluster]:
-    model = checkpoints(seed=1, max_position_embeddings=1024)
+def cluster(models: Models) -> Iterator[Cluster]:
+    model = models.directory(1, max_position_embeddings=1024)
     served = RolloutWorkerConfig(
         backend="vllm_server",
         engine={"model": model, "max_num_seqs": 16, "max_num_batched_tokens": 1024, "kv_cache_mb": 32},
@@ -79,9 +80,7 @@ def response(batch: TensorDict) -> list[list[int]]:
     return [ids[mask].tolist() for ids, mask in zip(*columns, strict=True)]
 
 
-def test_requests_are_spread_by_load_and_answers_are_in_their_order(
-    cluster: Cluster, prompts: Callable[..., TensorDict]
-) -> None:
+def test_requests_are_spread_by_load_and_answers_are_in_their_order(cluster: Cluster) -> None:
     client, rows = cluster.client, [[5], [6, 7], [8], [9, 10, 11], [12], [13]]
     sampling = attrs.evolve(GREEDY, num_samples=2, temperature=1.0, seed=3)
     streams = client.submit_all(rows, sampling)
@@ -133,9 +132,7 @@ def test_a_pause_holds_all_replicas_and_may_abort(cluster: Cluster) -> None:
     client.resume_generation()
 
 
-def test_a_trainers_weights_reach_all_replicas_in_the_midst_of_requests(
-    cluster: Cluster, prompts: Callable[..., TensorDict]
-) -> None:
+def test_a_trainers_weights_reach_all_replicas_in_the_midst_of_requests(cluster: Cluster) -> None:
     trainer, client = cluster.trainer, cluster.client
     sampling = SamplingParams(num_samples=4, max_new_tokens=12, temperature=0.7, seed=3)
     batch = cluster.replicas[0].generate_sequences(prompts([1, 5, 6], [7]), sampling)

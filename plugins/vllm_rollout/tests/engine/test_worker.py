@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,14 +15,15 @@ from core.batch import with_metadata
 from core.errors import Refused
 from core.protocols import SamplingParams
 from manymesh.workers import ActorRolloutRefConfig, ActorRolloutRefWorker, RolloutWorkerConfig, TrainingWorkerConfig
+from sdk.conformance.suites.rollout_base import Models, prompts
 
 SAMPLING = SamplingParams(num_samples=4, max_new_tokens=12, temperature=0.7, seed=3)
 
 
 @pytest.fixture(scope="module")
-def group(checkpoints: Callable[..., str]) -> Iterator[Any]:
+def group(models: Models) -> Iterator[Any]:
     """Two ranks: the policy sharded over both (FSDP, dp 2), one vLLM cut over both (tp 2)."""
-    model = checkpoints(seed=1, tie_word_embeddings=True)
+    model = models.directory(1, tie_word_embeddings=True)
     config = ActorRolloutRefConfig(
         role="actor_rollout",  # type: ignore[arg-type]
         actor=TrainingWorkerConfig(
@@ -60,9 +61,7 @@ def disagreement(group: Any, batch: TensorDict) -> float:
 
 
 @pytest.mark.timeout(900)
-def test_policy_and_rollout_agree_after_each_update_and_only_then(
-    group: Any, prompts: Callable[..., TensorDict]
-) -> None:
+def test_policy_and_rollout_agree_after_each_update_and_only_then(group: Any) -> None:
     asked = prompts([1, 5, 6], [7], [40, 41, 42], [9, 9])
     assert group.update_weights() == 0
     batch = group.generate_sequences(asked, SAMPLING)
