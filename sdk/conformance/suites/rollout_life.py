@@ -53,7 +53,7 @@ class LifeTests(RolloutSuite):
         rollout = held.get()
         held.close()
         assert self.refuses_everything(rollout)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 30
         while (left := held.processes & child_processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert left == frozenset()
