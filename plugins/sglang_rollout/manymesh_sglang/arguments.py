@@ -9,7 +9,7 @@ import torch
 from core.errors import ManymeshError, Refused
 from core.manifest import ModelFacts
 from manymesh_sglang.config import SglangRolloutConfig
-from manymesh_sglang.marks import BACKEND
+from manymesh_sglang.marks import SWITCH
 
 CPU_KV_TOKENS = 16384
 SPARE = 8  # tokens that SGLang keeps free of a context, and of the KV cache
@@ -38,7 +38,6 @@ def arguments(
         "max_total_tokens": config.kv_cache_tokens,
         "mem_fraction_static": config.gpu_memory_utilization,
         "disable_radix_cache": not config.enable_prefix_caching,
-        "sampling_backend": BACKEND,
         "sampling_defaults": "openai",  # a checkpoint's top_k or penalties must not slip in
         "skip_tokenizer_init": not has_tokenizer,
         "incremental_streaming_output": True,
@@ -63,7 +62,7 @@ def arguments(
 
 def environment(device: torch.device) -> dict[str, str]:
     """Variables that SGLang's processes need."""
-    needed = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # for SPARE; no token stands there
+    needed = {SWITCH: "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # for SPARE; no token stands there
     if device.type == "cpu":
         needed["SGLANG_USE_CPU_ENGINE"] = "1"
     return needed

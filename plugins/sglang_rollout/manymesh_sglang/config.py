@@ -100,7 +100,7 @@ class SglangServerConfig(SglangRolloutConfig):
         weights_dir: for "disk": a directory that the server sees too; None for a temporary one of this host.
         port: of the server on loopback; 0 for one of the system's choice.
         addresses: "host:port" of running servers, one a rank. None is started then, and none is ended. They must have
-            manymesh-sglang installed and run with --sampling-backend manymesh.
+            manymesh-sglang installed, and MANYMESH_SGLANG_SAMPLER=1 in their environment.
         api_key: of those servers; None where they want none. A server of the worker's own has a key of its own.
         host: by which the servers of `addresses` reach this process, for "distributed".
     """

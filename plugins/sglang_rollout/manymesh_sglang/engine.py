@@ -23,6 +23,7 @@ from core.manifest import ModelFacts
 from manymesh_sglang.arguments import SPARE, arguments, cannot_run, died, environment
 from manymesh_sglang.config import SglangRolloutConfig
 from manymesh_sglang.flat import flatten
+from manymesh_sglang.sampling import PROBE, check_probe
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
@@ -62,6 +63,7 @@ class LocalEngine:
             signal.signal(signal.SIGQUIT, _ignore)  # a scheduler that fails sends it; `_run` sees that it is gone
         [info] = self.engine._scheduler_init_result.scheduler_infos
         self.max_tokens = int(info["max_total_num_tokens"]) - SPARE
+        check_probe(self.generate([[1]], [PROBE])[0], "this process's engine")
 
     async def _start_handling(self) -> None:
         self._manager.auto_create_handle_loop()  # on the loop that runs; it takes signals, once

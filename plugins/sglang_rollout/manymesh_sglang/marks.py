@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core.protocols import LogProbKind
 
-BACKEND = "manymesh"  # SGLang's sampling_backend
+SWITCH = "MANYMESH_SGLANG_SAMPLER"  # "1" in the environment of SGLang's processes: they sample our way
 KIND = "manymesh_log_probs"  # in SGLang's custom_params of a request
 KINDS = tuple(LogProbKind)
 SEED_BITS = 61  # SGLang's seeds are an int64, of which the sampler takes two bits for the kind

@@ -1,4 +1,4 @@
-"""SGLang's sampling backend "manymesh": one stream of randomness a row, and log-probabilities of each row's own kind.
+"""Takes the place of SGLang's sampler: one stream of randomness a row, and log-probabilities of each row's own kind.
 
 Runs inside SGLang's scheduler, which imports it by manymesh_sglang.scheduler.
 """

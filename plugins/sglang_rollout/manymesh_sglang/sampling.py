@@ -1,7 +1,7 @@
 """The contract's sampling parameters in SGLang's words, and its answers in the contract's. Imports no SGLang.
 
-Requests are marked as ours by `custom_params`: the sampling backend of manymesh_sglang.sampler, which the engines run
-with, gives them streams and log-probabilities of the contract, and ends them at their stop tokens alone.
+Requests are marked as ours by `custom_params`: the sampler of manymesh_sglang.sampler, which the engines run with,
+gives them streams and log-probabilities of the contract, and ends them at their stop tokens alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import attrs
 
 from core.errors import ManymeshError, Refused
 from core.protocols import GenerationDelta, LogProbKind, SamplingParams
-from manymesh_sglang.marks import KIND, SEED_BITS
+from manymesh_sglang.marks import KIND, SEED_BITS, SWITCH
 from sdk.parts.served_rows import by_version
 
 FINISHED = ("stop", "length", "abort")
@@ -58,6 +58,22 @@ def request(sampling: SamplingParams, stop_ids: Sequence[int], seed: int | None)
         "sampling_seed": secrets.randbits(SEED_BITS) if seed is None else seed,
         "custom_params": {KIND: LogProbKind(sampling.log_probs).value},
     }
+
+
+PROBE = request(SamplingParams(temperature=0.0, max_new_tokens=1, log_probs=LogProbKind.PROCESSED), (), 0)
+
+
+def check_probe(said: Mapping[str, Any], where: str) -> None:
+    """Raises Refused where the answer to PROBE shows that SGLang samples its own way: it knows no such kind."""
+    [value] = [each[0] for each in said["meta_info"]["output_token_logprobs"]]
+    if value != 0:
+        raise Refused(
+            "the server has no streams and log-probabilities by row",
+            have=f"log-probability {value} of a certain token",
+            want=0,
+            where=where,
+            mend=f"start it where manymesh-sglang is installed, with {SWITCH}=1 in its environment",
+        )
 
 
 @attrs.define

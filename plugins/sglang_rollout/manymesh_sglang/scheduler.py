@@ -1,21 +1,29 @@
-"""What changes in SGLang's scheduler when it runs with sampling_backend="manymesh", and in no other case.
+"""What changes in SGLang's scheduler where its environment has MANYMESH_SGLANG_SAMPLER=1, and nowhere else.
 
-SGLang finds `register` by its entry point in every process. It imports nothing and changes nothing by itself.
+SGLang finds `register` by its entry point in every process.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 from typing import Any
 
-from manymesh_sglang.marks import BACKEND, KIND, KINDS, SEED_BITS
+from manymesh_sglang.marks import KIND, KINDS, SEED_BITS, SWITCH
 
 
 def register() -> None:
-    """Make the backend known to SGLang; its sampler changes the scheduler around it as it is built."""
+    """Have our sampler built in the place of each of SGLang's; it changes the scheduler around it as it is built.
+
+    Not as a sampling backend of its own name, which SGLang doesn't let a server on CPU choose.
+    """
+    if os.environ.get(SWITCH) != "1":
+        return
+    from sglang.srt.arg_groups.choices import BUILT_IN_SAMPLING_BACKENDS
     from sglang.srt.layers.sampler import register_sampler_backend
 
-    register_sampler_backend(BACKEND, build)
+    for backend in BUILT_IN_SAMPLING_BACKENDS:
+        register_sampler_backend(backend, build)
 
 
 def build() -> Any:

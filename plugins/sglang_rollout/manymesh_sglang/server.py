@@ -1,0 +1,124 @@
+"""Rollout with an SGLang server, which answers requests while others come, end and are updated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from core.device import choose_device
+from core.errors import ManymeshError, Refused
+from core.manifest import ModelFacts
+from core.mesh import RankMesh
+from core.protocols import SamplingParams
+from manymesh_sglang.arguments import SPARE, arguments, cannot_run, environment
+from manymesh_sglang.config import SglangServerConfig
+from manymesh_sglang.http import HttpClient
+from manymesh_sglang.plan import server_plan
+from manymesh_sglang.process import LOOPBACK, ServerProcess
+from manymesh_sglang.requests import Asking, may_release
+from manymesh_sglang.sampling import is_certain
+from manymesh_sglang.serving import HttpEngine, Request
+from manymesh_sglang.ways import ByCollective, ByDisk, InSharedMemory, Way
+from sdk.parts.checkpoint_weights import read_checkpoint
+from sdk.parts.rollout_checks import not_initialized
+from sdk.parts.rollout_rows import Prompts
+from sdk.parts.served_rollout import ServedEngine, ServedRollout
+
+
+class SglangServer(ServedRollout):
+    """`core.protocols.RolloutServer` over SGLang: each rank has a replica, a server that ends with its own process, or
+    one of `config.addresses`, which is neither started nor ended.
+
+    See sdk.parts.served_rollout.ServedRollout for versions, pauses and updates.
+
+    Args:
+        config: options; `config.model` is the directory to load.
+        device: "cpu", "cuda" or None for what the machine has.
+
+    Raises:
+        Refused: tensor_parallel is not 1, or there are not as many addresses as ranks.
+    """
+
+    def __init__(self, config: SglangServerConfig, device: str | None = None) -> None:
+        self._config = config
+        self._device = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        in_world = dist.is_available() and dist.is_initialized()
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if in_world else (0, 1)
+        planned = server_plan(config, world_size, None)
+        super().__init__(RankMesh(planned.layouts["dense"], rank, planned.route))
+        self._asking: Asking | None = None
+
+    def _start(self) -> tuple[ServedEngine, dict[str, torch.Tensor]]:
+        facts, expected = read_checkpoint(self._config.model)
+        asking = Asking.of(self._config, facts)
+        process = None if self._config.addresses else self._process(facts, asking)
+        client = self._client(process)
+        engine = HttpEngine(client, process, self._way(client, process), self._config.update_timeout_s)
+        try:
+            info = engine.call(engine.ready(self._config.start_timeout_s))
+            self._asking = self._fitted(asking, info, client)
+        except BaseException as error:
+            said = process.explain() if process is not None else ""
+            engine.shutdown()
+            if said and isinstance(error, ManymeshError):
+                raise cannot_run(facts, said) from error
+            raise
+        return engine, expected
+
+    def _process(self, facts: ModelFacts, asking: Asking) -> ServerProcess:
+        made = arguments(self._config, facts, self._device, has_tokenizer=asking.has_tokenizer)
+        return ServerProcess(made, environment(self._device), self._config.port)
+
+    def _client(self, process: ServerProcess | None) -> HttpClient:
+        if process is not None:
+            return HttpClient(LOOPBACK, process.port, process.key, process.explain)
+        host, _, port = self._config.addresses[self._mesh.rank].rpartition(":")
+        return HttpClient(host, int(port), self._config.api_key)
+
+    def _way(self, client: HttpClient, process: ServerProcess | None) -> Way:
+        config = self._config
+        if config.weights == "disk":
+            return ByDisk(client, config.update_timeout_s, config.weights_dir)
+        if config.weights == "tensor":
+            return InSharedMemory(client, config.update_timeout_s)
+        # A server of our own has this rank's device too, of which nccl would have one process alone.
+        on_gpu = process is None and self._device.type == "cuda"
+        return ByCollective(
+            client,
+            config.update_timeout_s,
+            host=config.host if process is None else LOOPBACK,
+            backend="nccl" if on_gpu else "gloo",
+            device=self._device if on_gpu else torch.device("cpu"),
+        )
+
+    def _fitted(self, asking: Asking, info: dict[str, object], client: HttpClient) -> Asking:
+        """What the server can hold. Raises Refused where it was started for another use than ours."""
+        if info.get("incremental_streaming_output") is not True:
+            raise Refused(
+                "the server's streams say all tokens again and again",
+                where=client.address,
+                mend="start it with --incremental-streaming-output",
+            )
+        if self._config.addresses:
+            context = info.get("context_length") or asking.context + SPARE
+            asking = asking.within(int(str(context)) - SPARE)
+        return asking.within(int(str(info["max_total_num_tokens"])) - SPARE)
+
+    def _requests(
+        self, table: Prompts, sampling: SamplingParams, sample: torch.Tensor, request_ids: Sequence[str]
+    ) -> list[Request]:
+        if self._asking is None:
+            raise not_initialized()
+        parameters = self._asking.parameters(table, sampling, sample)
+        certain = is_certain(sampling)
+        rows = table.tokens.cpu().split(table.lengths.tolist())
+        return [
+            Request(request_id, tuple(row.tolist()), each, certain)
+            for request_id, row, each in zip(request_ids, rows, parameters, strict=True)
+        ]
+
+    def _check_can_release(self) -> None:
+        may_release(self._config, self._device)

@@ -1,0 +1,313 @@
+"""One SGLang server, and the thread whose event loop talks to it by HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import attrs
+
+from core.errors import DeadlineExceeded, ManymeshError, Refused
+from core.protocols import GenerationDelta, PauseMode, WeightSpec
+from manymesh_sglang.http import HttpClient, ServerError
+from manymesh_sglang.process import ServerProcess
+from manymesh_sglang.sampling import PROBE, Answer, check_probe
+from manymesh_sglang.ways import Bucket, Way, told
+from sdk.parts.event_loop import LoopThread
+
+POLL_S = 0.05
+DEATH_S = 3.0  # between a broken connection and the end of the process that broke it
+CALL_S = 60.0  # for what a server answers without running the model
+
+
+@attrs.frozen
+class Request:
+    """One row.
+
+    Attributes:
+        id: by which it is known to who asks.
+        rid: by which SGLang knows it. SGLang aborts all whose id begins alike, so that these have one length.
+        certain: its tokens' log-probabilities are 0.
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    parameters: dict[str, Any]
+    certain: bool = False
+    rid: str = attrs.field(factory=lambda: secrets.token_hex(16))
+
+
+@attrs.define(eq=False)
+class Running:
+    """A request under way.
+
+    Attributes:
+        news: its deltas, or the error that it ended with.
+        asked: SGLang was sent it.
+        begun: something has come of it: SGLang knows it.
+        aborted: it shall not begin.
+    """
+
+    request: Request
+    news: asyncio.Queue[GenerationDelta | ManymeshError] = attrs.field(factory=asyncio.Queue)
+    asked: bool = False
+    begun: bool = False
+    aborted: bool = False
+    task: asyncio.Task[None] | None = None
+
+
+class HttpEngine:
+    """sdk.parts.served_rollout.ServedEngine over a server.
+
+    Args:
+        process: where the server is this process's child: it is ended at the end.
+        way: by which weights get there; made when the client is known.
+        timeout_s: for each step of a weight update, and a pause that waits for requests has none.
+    """
+
+    def __init__(self, client: HttpClient, process: ServerProcess | None, way: Way, timeout_s: float) -> None:
+        self._client, self._process, self._way, self._timeout_s = client, process, way, timeout_s
+        self._running: dict[str, Running] = {}  # by the id of who asks
+        self._rows: set[str] = set()  # rids of answers
+        self._thread = LoopThread("sglang server")
+        self.call, self.there = self._thread.call, self._thread.there
+        self._open = self.call(self._made_open())
+
+    async def _made_open(self) -> asyncio.Event:
+        """Whether requests may begin; made on the loop that waits for it."""
+        event = asyncio.Event()
+        event.set()
+        return event
+
+    # -------------------------------------------------------------------------------------------- requests
+
+    async def _run(self, running: Running) -> None:
+        """Ask for the request and put what comes into its queue, whether somebody reads it or not."""
+        request = running.request
+        answer = Answer(request.id, request.certain)
+        try:
+            await self._open.wait()
+            running.asked = True
+            body = _body([request.prompt_ids], [request.parameters], [request.rid]) | {"stream": True}
+            async for said in self._client.stream("/generate", body):
+                running.begun = True
+                for delta in answer.read(said):
+                    running.news.put_nowait(delta)
+                if answer.finish_reason is not None:
+                    return
+            raise ServerError("a stream ended before its request", where=self._client.address)
+        except ManymeshError as error:
+            running.news.put_nowait(await self._explained(error, request.id))
+        except asyncio.CancelledError:
+            if not running.aborted:
+                raise
+            # It had not begun.
+            running.news.put_nowait(GenerationDelta(request.id, (), (), -1, "abort"))
+        finally:
+            running.begun = True
+            self._running.pop(request.id, None)
+
+    async def _explained(self, error: ManymeshError, request_id: str) -> ManymeshError:
+        deadline = asyncio.get_running_loop().time() + DEATH_S
+        while (
+            self._process is not None
+            and isinstance(error, ServerError)
+            and not self._process.exit()
+            and asyncio.get_running_loop().time() < deadline
+        ):
+            await asyncio.sleep(POLL_S)  # a connection breaks before its process has ended
+        if self._process is not None and (said := self._process.explain()):
+            return ManymeshError(
+                f"request {request_id!r} ended with its server",
+                have=said,
+                where=self._client.address,
+                mend="submit it again, to a server that lives",
+            )
+        return error
+
+    async def answer(self, request: Request, version: int) -> AsyncIterator[GenerationDelta]:
+        """The request's deltas.
+
+        Raises:
+            Refused: a request of that id runs.
+            ManymeshError: SGLang gave up on it, died, or has logits that are not finite.
+        """
+        if request.id in self._running:
+            raise Refused("a request of this id runs already", have=request.id, mend="leave request_id out")
+        running = self._running[request.id] = Running(request)
+        running.task = asyncio.ensure_future(self._run(running))
+        ended = False
+        try:
+            while not ended:
+                news = await running.news.get()
+                if isinstance(news, ManymeshError):
+                    ended = True
+                    raise news
+                ended = news.finish_reason is not None
+                yield attrs.evolve(news, weight_version=version) if news.weight_version < 0 else news
+                version = news.weight_version
+        finally:
+            if not running.task.done():
+                with suppress(ManymeshError):
+                    await self._abort([running])
+                running.task.cancel()
+
+    def stream(self, request: Request, version: int) -> AsyncIterator[GenerationDelta]:
+        """`answer`, for any loop. Closing it aborts the request."""
+
+        async def follow() -> AsyncIterator[GenerationDelta]:
+            deltas = self.answer(request, version)
+            try:
+                while (delta := await self.there(_next(deltas))) is not None:
+                    yield delta
+            finally:
+                await self.there(deltas.aclose())  # type: ignore[attr-defined]
+
+        return follow()
+
+    async def answers(self, requests: Sequence[Request], version: int) -> list[list[GenerationDelta]]:
+        """All rows by one request of HTTP."""
+        rids = [each.rid for each in requests]
+        body = _body([each.prompt_ids for each in requests], [each.parameters for each in requests], rids)
+        await self._open.wait()
+        self._rows |= set(rids)
+        try:
+            said = await self._client.call("POST", "/generate", body, timeout_s=None)
+        except ManymeshError as error:
+            raise await self._explained(error, "of generate") from error
+        finally:
+            self._rows -= set(rids)
+        rows = said if isinstance(said, list) else [said]
+        return [Answer(each.id, each.certain).read(row) for each, row in zip(requests, rows, strict=True)]
+
+    async def abort(self, request_ids: Sequence[str] | None) -> None:
+        wanted = [each for name, each in self._running.items() if request_ids is None or name in request_ids]
+        await self._abort(wanted)
+        # Rows of answers that SGLang hears of only now would be missed by one call.
+        while request_ids is None and self._rows:
+            for rid in tuple(self._rows):
+                await self._post("/abort_request", {"rid": rid})
+            await asyncio.sleep(POLL_S)
+
+    async def _abort(self, wanted: Sequence[Running]) -> None:
+        """End them. One that SGLang doesn't know yet is asked for until it does; one that waits to begin never does."""
+        left = list(wanted)
+        while left:
+            for each in left:
+                if not self._open.is_set() and not each.begun and each.task is not None:
+                    each.aborted = True
+                    each.task.cancel()
+                else:
+                    await self._post("/abort_request", {"rid": each.request.rid})
+            left = [each for each in left if not each.begun and not each.aborted]
+            if left:
+                await asyncio.sleep(POLL_S)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """What is kept loses its KV cache, which is computed anew when it goes on."""
+        self._open.clear()
+        if mode == "wait":
+            while self._rows or any(each.asked for each in self._running.values()):
+                await asyncio.sleep(POLL_S)
+        elif mode == "abort":
+            await self.abort(None)
+            while any(each.asked and not each.aborted for each in self._running.values()):
+                await asyncio.sleep(POLL_S)
+        await self._post("/pause_generation", {"mode": "retract"})
+        # The pause is not acknowledged; an answer to what comes behind it is.
+        await self._client.call("GET", "/server_info", timeout_s=CALL_S)
+
+    async def resume(self) -> None:
+        await self._post("/continue_generation", {})
+        self._open.set()
+
+    async def check_health(self) -> None:
+        """Raises ManymeshError where the server's process has died, or the server doesn't answer."""
+        if self._process is not None:
+            self._process.check()
+        await self._client.call("GET", "/model_info", timeout_s=CALL_S)
+
+    async def _post(self, path: str, body: Any) -> Any:
+        return await self._client.call("POST", path, body, timeout_s=CALL_S)
+
+    # --------------------------------------------------------------------------------------------- weights
+
+    async def begin_load(self, specs: Sequence[WeightSpec], version: int) -> None:
+        await self._way.begin()
+
+    async def load(self, bucket: Bucket) -> None:
+        await self._way.load(bucket)
+
+    async def end_load(self, version: int) -> None:
+        await self._way.end()
+        await self._client.call("POST", "/flush_cache", timeout_s=self._timeout_s)
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await told(self._client, "/update_weight_version", body, self._timeout_s)
+
+    async def abort_load(self) -> bool:
+        await self._way.abort()
+        return self._way.is_staged
+
+    async def release(self, tags: Sequence[str]) -> None:
+        await self._client.call("POST", "/release_memory_occupation", {"tags": list(tags)}, timeout_s=self._timeout_s)
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        await self._client.call("POST", "/resume_memory_occupation", {"tags": list(tags)}, timeout_s=self._timeout_s)
+
+    # ------------------------------------------------------------------------------------------ start and end
+
+    async def ready(self, timeout_s: float) -> dict[str, Any]:
+        """Wait until it serves; what it says of itself.
+
+        Raises:
+            Refused: it doesn't take the key, or samples its own way.
+            ManymeshError: it died.
+            DeadlineExceeded: it serves not in time. Its log's last lines are in the error, where it is our own.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            try:
+                await self._client.call("GET", "/health", timeout_s=5)
+                break
+            except (ServerError, DeadlineExceeded) as error:
+                if self._process is not None:
+                    self._process.check()
+                if asyncio.get_running_loop().time() > deadline:
+                    last = f", its last lines:\n{self._process.last_lines()}" if self._process is not None else ""
+                    raise DeadlineExceeded(
+                        f"the server is not ready after {timeout_s:g} s",
+                        have=f"{error.message}{last}",
+                        where=self._client.address,
+                        mend="see what it waits for; give it a longer start_timeout_s",
+                    ) from error
+            await asyncio.sleep(0.2)
+        info: dict[str, Any] = await self._client.call("GET", "/server_info", timeout_s=CALL_S)
+        probe = _body([(1,)], [PROBE], [secrets.token_hex(16)])
+        check_probe(await self._client.call("POST", "/generate", probe, timeout_s=timeout_s), self._client.address)
+        return info
+
+    def shutdown(self) -> None:
+        self._way.close()
+        self._thread.end()
+        if self._process is not None:
+            self._process.end()
+
+
+def _body(
+    prompts: Sequence[Sequence[int]], parameters: Sequence[dict[str, Any]], rids: Sequence[str]
+) -> dict[str, Any]:
+    several = len(rids) > 1
+    ids = [list(row) for row in prompts]
+    return {
+        "input_ids": ids if several else ids[0],
+        "sampling_params": list(parameters) if several else parameters[0],
+        "rid": list(rids) if several else rids[0],
+        "return_logprob": True,
+    }
+
+
+async def _next(deltas: AsyncIterator[GenerationDelta]) -> GenerationDelta | None:
+    return await anext(deltas, None)
