@@ -132,6 +132,15 @@ def test_what_a_run_would_stumble_over_is_refused_before_it_starts(
     assert says in str(refused.value)
 
 
+def test_plugins_that_cannot_share_an_environment_are_refused_before_a_process_starts(
+    plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need = {"manymesh-fsdp": ["torch==2.4"], "manymesh-hf": ["torch>=2.6"]}
+    monkeypatch.setattr("importlib.metadata.requires", need.__getitem__)
+    with pytest.raises(Refused, match="manymesh-fsdp and manymesh-hf cannot share an environment"):
+        GrpoConfig.of(plain).check()
+
+
 def test_a_directory_that_holds_a_run_is_not_written_over(plain: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")

@@ -14,6 +14,7 @@ from core.errors import ConfigError
 from core.manifest import Kind, ModelFacts
 from core.protocols import LossSpec, SamplingParams
 from core.registry import EngineRegistry
+from manymesh.pins import check_together, chosen
 from manymesh.recipes.grpo.data import DataConfig
 from manymesh.recipes.grpo.loss import PolicyLoss
 from manymesh.recipes.grpo.reward import RewardConfig
@@ -190,14 +191,17 @@ class GrpoConfig:
 
         Raises:
             Refused: no model directory; a backend or transfer that is not there or refuses its options, the number
-                of processes or the model; an environment that workers cannot run in; or a number of prompts that
-                doesn't divide.
+                of processes or the model; two that cannot share an environment; one that workers cannot run in; or a
+                number of prompts that doesn't divide.
         """
         worker = self.worker()
         for python in {self.python("actor"), self.python("rollout")} - {None}:
             from core.transport.ray.environment import checked_python
 
             checked_python(str(python))
+        if self.python("actor") == self.python("rollout"):
+            engines = [("engine", each.backend) for each in (worker.actor, worker.ref) if each]
+            check_together(chosen(*engines, ("rollout", self.rollout.backend)))
         if self.rollout_pool is not None:
             self.transfer.check()
         actor, rollout = self._dp_size("actor", worker.actor), self._dp_size("rollout", self.rollout_worker())
