@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import torch
 import vllm
+from safetensors.torch import save
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -19,12 +20,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from core.errors import ManymeshError, Refused
 from core.manifest import ModelFacts
-from core.protocols import GenerationDelta, LogProbKind, PauseMode, SamplingParams
+from core.protocols import GenerationDelta, LogProbKind, PauseMode, SamplingParams, WeightSpec
 from manymesh_vllm import sampling as asked
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.engine import arguments, cannot_run, check_platform, environment_of
 from manymesh_vllm.engine_process import KIND, ServerExtension
 from sdk.parts.event_loop import LoopThread
+from sdk.parts.served_rollout import Bucket
 from sdk.parts.served_rows import by_version
 
 ENVIRONMENT = {
@@ -65,8 +67,8 @@ class Request:
         return cls(request_id, tuple(prompt_ids), parameters, asked.is_certain(sampling))
 
 
-class ServedEngine:
-    """vLLM's AsyncLLM. Its process ends with this one, however this one ends.
+class AsyncEngine:
+    """sdk.parts.served_rollout.ServedEngine over vLLM's AsyncLLM, whose process ends with this one, however that ends.
 
     Coroutines of this class run on its own loop: `call` waits for one from any thread, `there` awaits one on any loop.
 
@@ -192,15 +194,35 @@ class ServedEngine:
         """The KV cache stays: it is good until the weights change."""
         await self.llm.pause_generation(mode=mode, clear_cache=False)
 
-    async def use_version(self, version: int) -> None:
-        """New weights are in place. Requests that have begun compute their KV cache anew.
+    async def resume(self) -> None:
+        await self.llm.resume_generation()
+
+    async def begin_load(self, specs: Sequence[WeightSpec], version: int) -> None:
+        await self.rpc("manymesh_begin", [(spec.name, list(spec.shape), spec.dtype) for spec in specs], version)
+
+    async def load(self, bucket: Bucket) -> None:
+        await self.rpc("manymesh_load", save({name: tensor.detach().cpu().contiguous() for name, tensor in bucket}))
+
+    async def end_load(self, version: int) -> None:
+        """Requests that have begun compute their KV cache anew.
 
         Raises:
             ManymeshError: vLLM keeps some of the cache.
         """
+        await self.rpc("manymesh_finish")
         if not await self.llm.reset_prefix_cache(reset_running_requests=True):
             raise ManymeshError("vLLM keeps the KV cache of the old weights")
         await self.llm.update_weight_version(str(version))
+
+    async def abort_load(self) -> bool:
+        await self.rpc("manymesh_abort")
+        return False
+
+    async def release(self, tags: Sequence[str]) -> None:
+        raise NotImplementedError("VllmServer.release does it")
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        raise NotImplementedError("VllmServer.resume does it")
 
     async def check_health(self) -> None:
         try:
