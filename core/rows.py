@@ -13,11 +13,11 @@ from contextlib import suppress
 from typing import Any
 
 import attrs
-import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from core.errors import Refused
+from core.pages import PAGES, SMALL_BYTES
 
 try:  # with it the questions and the making of jagged columns are no dispatches; but it is no public name of torch
     from torch.nested._internal.nested_tensor import NestedTensor
@@ -25,7 +25,6 @@ except ImportError:
     NestedTensor = None  # type: ignore[assignment,misc]
 
 Range = tuple[int, int]  # rows start..stop-1
-HUGE_BYTES = 4 << 20  # from here on numpy asks the system for huge pages
 
 
 @attrs.frozen(eq=False, slots=True)
@@ -247,12 +246,12 @@ class Rows:
 
 
 def _cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """torch.cat, into memory of numpy's where it is large: numpy asks for huge pages, torch takes 4 times as long."""
+    """torch.cat, into memory that was used before where there is some."""
     first, num = tensors[0], sum(len(each) for each in tensors)
     num_bytes = num * first[:1].numel() * first.element_size()
-    if num_bytes < HUGE_BYTES or first.device.type != "cpu":
+    if num_bytes < SMALL_BYTES or first.device.type != "cpu":
         return torch.cat(list(tensors))
-    out = torch.from_numpy(np.empty(num_bytes, np.uint8)).view(first.dtype).view(num, *first.shape[1:])
+    out = torch.from_numpy(PAGES.take(num_bytes)).view(first.dtype).view(num, *first.shape[1:])
     return torch.cat(list(tensors), out=out)
 
 

@@ -111,7 +111,7 @@ def _decoded(value: Any, rows: bool, tensor: Callable[[WireTensor], Any], get: A
     if isinstance(value, WireTensor):
         return tensor(value)
     if isinstance(value, WireArray):
-        return value.array if tensor is shared else value.array.copy()
+        return value.array if tensor is shared else _own(value.array)
     if isinstance(value, WireNested):
         return value.rows.map_tensors(tensor).batch().get("")
     if (module := sys.modules.get("core.rows")) is not None and isinstance(value, module.Rows):
@@ -170,7 +170,13 @@ def shared(wire: WireTensor, copy: Callable[[Any], Any] = lambda array: array) -
 
 
 def _copied(wire: WireTensor) -> torch.Tensor:
-    return shared(wire, lambda array: array.copy())
+    return shared(wire, _own)
+
+
+def _own(array: Any) -> Any:
+    from core.pages import PAGES
+
+    return PAGES.copy(array)
 
 
 def contents(args: Any, kwargs: Any = {}) -> dict[str, Any]:  # noqa: B006
