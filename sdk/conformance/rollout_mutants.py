@@ -155,6 +155,67 @@ class CutsPrompts(GenerateFault):
             return super().generate(prompts(*cut), sampling, min_version=min_version)
 
 
+@caught_by("test_padded_prompts_give_what_jagged_ones_give[left]")
+class ReadsPadding(GenerateFault):
+    """takes padding for tokens of the prompt"""
+
+    def generate(self, batch: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
+        return super().generate(batch.exclude("attention_mask"), sampling, min_version=min_version)
+
+
+@caught_by("test_metadata_say_temperature_and_kind_of_log_probs")
+class SaysNothing(GenerateFault):
+    """leaves the metadata out"""
+
+    def given(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
+        return out.exclude("temperature", "log_prob_kind")
+
+
+@caught_by("test_no_prompts_give_an_empty_batch_with_all_columns")
+class EmptyForNone(GenerateFault):
+    """gives no columns for no prompts"""
+
+    def generate(self, batch: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
+        out = super().generate(batch, sampling, min_version=min_version)
+        return out if len(out) else TensorDict({}, batch_size=[0])
+
+
+@caught_by("test_ignore_eos_samples_the_same_and_goes_on", "test_the_eos_ends_a_row_and_belongs_to_the_response")
+class InvertsEos(GenerateFault):
+    """ignores the EOS where it counts, and only there"""
+
+    def asked(self, sampling: SamplingParams) -> SamplingParams:
+        return attrs.evolve(sampling, ignore_eos=not sampling.ignore_eos)
+
+
+@caught_by("test_each_row_ends_at_its_first_stop_token_or_whole_stop_string")
+class IgnoresStrings(GenerateFault):
+    """ignores stop strings"""
+
+    def asked(self, sampling: SamplingParams) -> SamplingParams:
+        return attrs.evolve(sampling, stop=())
+
+
+@caught_by("test_a_stop_token_ends_a_row_and_belongs_to_the_response", "test_stops_that_cannot_be_are_refused")
+class IgnoresStopTokens(GenerateFault):
+    """ignores stop tokens"""
+
+    def asked(self, sampling: SamplingParams) -> SamplingParams:
+        return attrs.evolve(sampling, stop_token_ids=())
+
+
+@caught_by("test_prompts_that_cannot_be_are_refused[foreign token]")
+class ClampsTokens(GenerateFault):
+    """takes the last token of the vocabulary for foreign ones"""
+
+    def generate(self, batch: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
+        ids = batch.get("prompt_ids", None)
+        if ids is not None and ids.is_nested:
+            legal = torch.nested.nested_tensor_from_jagged(ids.values().clamp(0, 63), ids.offsets())
+            batch = batch.copy().set("prompt_ids", legal)
+        return super().generate(batch, sampling, min_version=min_version)
+
+
 # -------------------------------------------------------------------------------------------------------- sampling
 
 
@@ -239,6 +300,33 @@ class IgnoresMinimum(GenerateFault):
 
     def asked(self, sampling: SamplingParams) -> SamplingParams:
         return attrs.evolve(sampling, min_new_tokens=0)
+
+
+@caught_by("test_one_call_may_ask_for_another_kind_than_the_one_before")
+class KeepsKind(GenerateFault):
+    """gives log-probs of the kind that was asked for first"""
+
+    def asked(self, sampling: SamplingParams) -> SamplingParams:
+        self._first = self.__dict__.get("_first", sampling.log_probs)
+        return attrs.evolve(sampling, log_probs=self._first)
+
+
+@caught_by("test_rows_without_prompt_id_count_from_zero")
+class CountsFromOne(GenerateFault):
+    """counts prompts without prompt_id from one"""
+
+    def generate(self, batch: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
+        if "prompt_id" not in batch and len(batch):
+            batch = batch.copy().set("prompt_id", torch.arange(1, len(batch) + 1))
+        return super().generate(batch, sampling, min_version=min_version)
+
+
+@caught_by("test_ranks_generate_what_one_does_before_and_after_an_update")
+class SeedsByRank(GenerateFault):
+    """draws from other seeds on other ranks"""
+
+    def asked(self, sampling: SamplingParams) -> SamplingParams:
+        return sampling if sampling.seed is None else attrs.evolve(sampling, seed=sampling.seed + self.mesh.rank)
 
 
 # --------------------------------------------------------------------------------------------------------- weights
@@ -389,12 +477,65 @@ class LoadsInPart(Fault):
             super().load_bucket([pair])  # type: ignore[misc]
 
 
+@caught_by("test_a_name_announced_twice_is_refused")
+class AcceptsDoubled(Fault):
+    """takes a name that is announced twice for one"""
+
+    def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
+        once = list({spec.name: spec for spec in announced}.values())
+        super().begin_weight_update(once, version)  # type: ignore[misc]
+
+
+@caught_by("test_an_update_that_nobody_finished_is_forgotten_by_the_next")
+class GoesOn(Fault):
+    """goes on with an update that nobody finished when the next one begins"""
+
+    def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
+        if self.weight_version is not None:
+            super().begin_weight_update(announced, version)  # type: ignore[misc]
+
+
+@caught_by("test_weights_of_another_precision_are_cast")
+class RefusesHalves(Fault):
+    """refuses weights of another precision"""
+
+    def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
+        if any(spec.dtype == "bfloat16" for spec in announced):
+            raise Refused("these weights have another precision")
+        super().begin_weight_update(announced, version)  # type: ignore[misc]
+
+
+@caught_by("test_logits_that_are_not_finite_are_an_error")
+class HidesNan(Fault):
+    """loads zeros for what is not a number"""
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        super().load_bucket([(name, tensor.nan_to_num()) for name, tensor in bucket])  # type: ignore[misc]
+
+
 @caught_by("test_released_weights_wait_for_resume_and_a_whole_update")
 class GeneratesAfterRelease(Fault):
     """generates after its weights were released"""
 
     def release(self, tags: Sequence[str]) -> None:
         super().release([])  # type: ignore[misc]
+
+
+@caught_by("test_a_released_kv_cache_leaves_the_weights_valid")
+class ReleasesAll(Fault):
+    """releases the weights with the KV cache"""
+
+    def release(self, tags: Sequence[str]) -> None:
+        super().release([*tags, "weights"])  # type: ignore[misc]
+
+
+@caught_by("test_resume_of_what_is_not_released_changes_nothing")
+class ResumesAnyway(Fault):
+    """takes new memory for weights that have theirs"""
+
+    def resume(self, tags: Sequence[str]) -> None:
+        super().release(["weights"])  # type: ignore[misc]
+        super().resume(tags)  # type: ignore[misc]
 
 
 @caught_by("test_unknown_tags_are_refused")
@@ -416,6 +557,37 @@ class InitializesItself(GenerateFault):
         if self._model is None:
             self.initialize()
         return super().generate(batch, sampling, min_version=min_version)
+
+
+@caught_by("test_its_mesh_is_valid_before_initialize")
+class LateMesh(Fault):
+    """has no mesh before initialize"""
+
+    @property
+    def mesh(self) -> Any:
+        if self._model is None:
+            raise Refused("no mesh yet")
+        return super().mesh  # type: ignore[misc]
+
+
+@caught_by("test_a_directory_without_a_whole_model_is_refused[a weight is missing]")
+class FillsIn(Fault):
+    """leaves weights to chance that the checkpoint lacks"""
+
+    def initialize(self) -> None:
+        try:
+            super().initialize()  # type: ignore[misc]
+        except Refused as error:
+            if "lm_head" not in str(error):
+                raise
+
+
+@caught_by("test_it_takes_no_requests")
+class TakesRequests(Fault):
+    """takes requests that its manifest doesn't offer"""
+
+    def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Any:
+        return iter(())
 
 
 @caught_by("test_after_shutdown_nothing_works_and_no_process_is_left")
