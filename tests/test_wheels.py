@@ -41,7 +41,14 @@ def run(command: list[str], where: Path) -> str:
 @pytest.mark.timeout(1800)
 def test_wheels_install_in_a_fresh_environment_list_their_engines_and_train(tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
-    for project in (".", "plugins/fsdp", "plugins/hf_rollout", "plugins/megatron", "plugins/vllm_rollout"):
+    for project in (
+        ".",
+        "plugins/fsdp",
+        "plugins/hf_rollout",
+        "plugins/megatron",
+        "plugins/sglang_rollout",
+        "plugins/vllm_rollout",
+    ):
         build = ["-m", "build", "--quiet", "--wheel", "--outdir", str(wheels), str(ROOT / project)]
         run([sys.executable, *build], ROOT)
     assert sorted(wheel.name.partition("-")[0] for wheel in wheels.iterdir()) == [
@@ -49,6 +56,7 @@ def test_wheels_install_in_a_fresh_environment_list_their_engines_and_train(tmp_
         "manymesh_fsdp",
         "manymesh_hf",
         "manymesh_megatron",
+        "manymesh_sglang",
         "manymesh_vllm",
     ]
     run([sys.executable, "-m", "venv", "env"], tmp_path)
@@ -56,7 +64,16 @@ def test_wheels_install_in_a_fresh_environment_list_their_engines_and_train(tmp_
     torch = next(line for line in (ROOT / "requirements/dev.txt").read_text().splitlines() if line.startswith("torch"))
     run([python, "-m", "pip", "install", "--quiet", torch], tmp_path)
     run(
-        [python, "-m", "pip", "install", "--quiet", "--find-links", str(wheels), "manymesh[fsdp,hf,megatron,vllm]"],
+        [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--find-links",
+            str(wheels),
+            "manymesh[fsdp,hf,megatron,sglang,vllm]",
+        ],
         tmp_path,
     )
 
@@ -68,7 +85,10 @@ def test_wheels_install_in_a_fresh_environment_list_their_engines_and_train(tmp_
         ("hf", "ok"),
         ("megatron", "ok"),
         ("object_store", "ok"),
+        ("sglang", "missing-dependency"),
+        ("sglang_server", "missing-dependency"),
         ("vllm", "missing-dependency"),
+        ("vllm_server", "missing-dependency"),
     ]
     assert not run([python, "-c", "import core; print(core.__file__)"], tmp_path).startswith(str(ROOT))
 
