@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.errors import ManymeshError
+
+if TYPE_CHECKING:
+    from sdk.doctor.checks import Finding
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,6 +27,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     new.add_argument("--kind", choices=("engine", "rollout"), default="engine", help="default: engine")
     new.add_argument("--dir", type=Path, metavar="D", help="directory to make; default: the name, here")
     new.set_defaults(run=_new)
+
+    check = commands.add_parser("check", help="see that what a plugin says of itself is true, in seconds")
+    check.add_argument("name", help="of a backend, also distribution:backend, or of a distribution")
+    check.add_argument("--json", action="store_true", help="print JSON (schema 1)")
+    check.set_defaults(run=_check)
+
+    doctor = commands.add_parser("doctor", help="look over this machine: what would spoil a run, and what to do")
+    doctor.add_argument("names", nargs="*", metavar="PLUGIN", help="those that will be used; default: all installed")
+    doctor.add_argument("--json", action="store_true", help="print JSON (schema 1)")
+    doctor.set_defaults(run=_doctor)
 
     args = parser.parse_args(argv)
     try:
@@ -54,6 +68,32 @@ def _new(args: Any) -> int:
         print(f"  {command.ljust(width)}  # {what}" if what else f"  {command}")
     print(f"\nThen make {names.package}/{names.kind}.py yours. The licence is yours to choose: see README.md.")
     return 0
+
+
+def _check(args: Any) -> int:
+    from sdk.check import check
+
+    return _report(check(args.name), args.json)
+
+
+def _doctor(args: Any) -> int:
+    from sdk.doctor.look import look
+
+    return _report(look(args.names), args.json)
+
+
+def _report(findings: Iterable[Finding], as_json: bool) -> int:
+    from rich.console import Console
+
+    from sdk.doctor import report
+
+    if as_json:
+        with contextlib.redirect_stdout(sys.stderr):  # what plugins and libraries print must not spoil the JSON
+            found = list(findings)
+        print(report.as_json(found))
+    else:
+        found = report.show(findings, Console(soft_wrap=True, highlight=False))
+    return 0 if report.healthy(found) else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,163 @@
+"""Reading the machine, and running all checks on what was read."""
+
+from __future__ import annotations
+
+import glob
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from core.errors import ManymeshError, RegistryError
+from core.hookspecs import PROJECT
+from core.registry import EngineRegistry, Entry, check_core
+from sdk.doctor import checks
+from sdk.doctor.checks import Finding, Torch
+
+SHARED_MEMORY = "/dev/shm"
+
+
+def look(asked: Sequence[str] = ()) -> Iterator[Finding]:
+    """Everything that was found, in the order of the checks. A check that fails itself is a finding.
+
+    Args:
+        asked: the plugins that will be used: names of backends (also "distribution:name") or distributions; all that
+            are installed when empty.
+
+    Raises:
+        RegistryError: one that was asked for is not installed.
+    """
+    entries = of(EngineRegistry.default().entries, asked)
+    every: list[tuple[str, Callable[[], list[Finding]]]] = [
+        ("python", lambda: checks.python_versions(platform.python_version(), required_pythons(entries))),
+        ("core", _core),
+        ("plugins", lambda: checks.plugins(entries, asked)),
+        ("pins", lambda: checks.agreement(entries, installed())),
+        ("torch", lambda: checks.torch_and_devices(see_torch(), len(glob.glob("/dev/nvidia[0-9]*")))),
+        ("ray", _ray),
+        ("shared memory", _shared_memory),
+        ("disk", _disk),
+        ("open files", _open_files),
+        ("host name", _host_name),
+    ]
+    for name, check in every:
+        try:
+            yield from check()
+        except Exception as error:
+            said = f"could not be looked at: {type(error).__name__}: {error}"
+            yield Finding(name, "problem", said, "look at it by hand")
+
+
+def of(entries: Sequence[Entry], asked: Sequence[str]) -> list[Entry]:
+    """Those that were asked for. Raises RegistryError for a name that nothing installed has."""
+    found = []
+    for name in asked:
+        named = [e for e in entries if name in (e.name, e.distribution, f"{e.distribution}:{e.name}")]
+        if not named:
+            raise RegistryError(f"no plugin {name!r} is installed", mend="`python -m core.list_engines` says what is")
+        found += [entry for entry in named if entry not in found]
+    return found if asked else list(entries)
+
+
+def installed() -> dict[str, str]:
+    """Versions of all distributions, by normalised name."""
+    found: dict[str, str] = {}
+    for each in importlib.metadata.distributions():
+        if name := each.metadata["Name"]:
+            found.setdefault(canonicalize_name(name), each.version)
+    return found
+
+
+def required_pythons(entries: Sequence[Entry]) -> dict[str, str]:
+    """Requires-Python of ours and of the plugins' distributions."""
+    names = {PROJECT, *(entry.distribution for entry in entries if entry.version)}
+    found = {}
+    for name in sorted(names):
+        try:
+            metadata = importlib.metadata.metadata(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found[name] = str(metadata.json.get("requires_python") or "")
+    return found
+
+
+def see_torch() -> Torch:
+    """Import torch and touch each device that it sees."""
+    try:
+        import torch
+        import torch.distributed as dist
+
+        devices = []
+        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+            torch.ones(2, device=f"cuda:{index}").sum().item()
+            devices.append((torch.cuda.get_device_name(index), *torch.cuda.mem_get_info(index)))
+        build = getattr(torch.version, "cuda", None) or getattr(torch.version, "hip", None)
+        return Torch(torch.__version__, build, tuple(devices), dist.is_available() and dist.is_nccl_available())
+    except Exception as error:
+        return Torch("", None, error=f"{type(error).__name__}: {error}")
+
+
+def _core() -> list[Finding]:
+    try:
+        check_core()
+    except RegistryError as error:
+        return checks.core_is_ours(error.message, error.mend)
+    return checks.core_is_ours("", "")
+
+
+def _ray() -> list[Finding]:
+    from manymesh.recipes.grpo.launch import need_cluster
+
+    needs = (Requirement(text) for text in importlib.metadata.requires(PROJECT) or ())
+    wanted = next(str(need.specifier) for need in needs if need.name == "ray")
+    cluster, refusal = os.environ.get("RAY_ADDRESS"), ""
+    try:
+        need_cluster(cluster or "")
+    except ManymeshError as error:
+        refusal = error.message
+    return checks.ray(installed().get("ray"), wanted, cluster, refusal)
+
+
+def memory() -> int:
+    """Bytes of the machine, or of the container where that has less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(file) as limit:
+                total = min(total, int(limit.read()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return total
+
+
+def _shared_memory() -> list[Finding]:
+    if not os.path.isdir(SHARED_MEMORY):
+        return checks.shared_memory(None, None, memory())
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    return checks.shared_memory(usage.total, usage.free, memory())
+
+
+def _disk() -> list[Finding]:
+    path = os.environ.get("RAY_TMPDIR") or os.environ.get("RAY_TMP_DIR") or tempfile.gettempdir()
+    usage = shutil.disk_usage(path)
+    return checks.disk(path, usage.total, usage.free)
+
+
+def _open_files() -> list[Finding]:
+    import resource
+
+    return checks.open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+
+
+def _host_name() -> list[Finding]:
+    name = socket.gethostname()
+    try:
+        return checks.host_name(name, socket.gethostbyname(name))
+    except OSError:
+        return checks.host_name(name, None)

@@ -1,0 +1,271 @@
+"""The doctor on machines that are made up, and on this one."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from rich.console import Console
+
+from core.errors import RegistryError
+from core.registry import EngineRegistry, Entry, Status
+from sdk.__main__ import main
+from sdk.doctor import checks, look, report
+from sdk.doctor.checks import GIB, MIB, Finding, Torch
+
+OK = Entry("toy", "engine", Status.OK, "acme-toy", "1.0", "acme_toy")
+SAMPLER = attrs.evolve(OK, name="sampler", kind="rollout", distribution="acme-sampler")
+
+
+def only(found: list[Finding]) -> Finding:
+    (finding,) = found
+    return finding
+
+
+def worst(found: list[Finding]) -> str:
+    return max((finding.level for finding in found), key=checks.LEVELS.index)
+
+
+def not_ok(found: list[Finding]) -> Finding:
+    finding = only([finding for finding in found if finding.level != "ok"])
+    assert finding.mend
+    return finding
+
+
+def with_status(status: Status) -> Entry:
+    return attrs.evolve(OK, status=status, reason="why", mend="how")
+
+
+def test_a_python_that_a_plugin_does_not_take_is_a_problem() -> None:
+    assert only(checks.python_versions("3.12.1", {"manymesh": ">=3.11", "acme-toy": ""})).level == "ok"
+    found = not_ok(checks.python_versions("3.12.1", {"manymesh": ">=3.11", "acme-toy": "<3.12"}))
+    assert (found.level, found.said) == ("problem", "3.12.1, but acme-toy wants <3.12")
+
+
+@pytest.mark.parametrize(
+    ("status", "level", "if_asked_for"),
+    [
+        (Status.OK, "ok", "ok"),
+        (Status.DISABLED, "ok", "problem"),
+        (Status.MISSING_DEPENDENCY, "warning", "problem"),
+        (Status.BROKEN, "problem", "problem"),
+        (Status.INCOMPATIBLE, "problem", "problem"),
+        (Status.SHADOWED, "problem", "problem"),
+    ],
+)
+def test_a_plugin_that_cannot_be_used_counts_by_its_status_and_whether_it_was_asked_for(
+    status: Status, level: str, if_asked_for: str
+) -> None:
+    entry = with_status(status)
+    for asked, want in (((), level), (("toy",), if_asked_for)):
+        found = checks.plugins([entry, OK, SAMPLER], asked)[0]
+        assert found.level == want
+        assert (found.mend == "how") is (want != "ok")
+        assert ("why" in found.said) is (status is not Status.OK)
+
+
+def test_a_machine_without_a_usable_engine_or_rollout_is_warned_of() -> None:
+    assert worst(checks.plugins([OK, SAMPLER])) == "ok"
+    assert not_ok(checks.plugins([OK])).said == "no rollout can be used"
+    assert [finding.check for finding in checks.plugins([])] == ["engine", "rollout"]
+
+
+def test_pins_that_cannot_agree_are_a_problem_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = {"acme-toy": ["torch==2.4", "attrs>=99"], "acme-sampler": ["torch>=2.6"]}
+    monkeypatch.setattr("importlib.metadata.requires", needs.__getitem__)
+    found = checks.agreement([OK, SAMPLER], {"torch": "2.7.0", "attrs": "26.1"})
+    assert [finding.level for finding in found] == ["problem", "problem"]
+    assert found[0].said.startswith("acme-toy and acme-sampler cannot share an environment")
+    assert found[0].said.endswith("acme-toy needs torch==2.4, acme-sampler needs torch>=2.6")
+    assert "environment of its own" in found[0].mend
+    assert found[1].said == "acme-toy needs attrs>=99, installed is 26.1"
+    assert found[1].mend == "pip install 'attrs>=99', or another acme-toy"
+    assert only(checks.agreement([SAMPLER], {"torch": "2.7.0"})).level == "ok"
+
+
+CPU = Torch("2.9.0+cpu", None)
+CUDA = Torch("2.9.0", "12.8", (("H", 70 * GIB, 80 * GIB),), nccl=True)
+
+
+@pytest.mark.parametrize(
+    ("torch", "gpus", "level", "said"),
+    [
+        (CPU, 0, "ok", ""),
+        (CUDA, 1, "ok", ""),
+        (CPU, 2, "problem", "the machine has 2 NVIDIA GPUs, and torch 2.9.0+cpu is a build for CPU"),
+        (attrs.evolve(CUDA, devices=()), 2, "problem", "sees no device"),
+        (attrs.evolve(CUDA, devices=()), 0, "warning", "sees no device"),
+        (attrs.evolve(CUDA, nccl=False), 1, "problem", "no NCCL"),
+        (attrs.evolve(CUDA, devices=(("H", 10 * GIB, 80 * GIB),)), 1, "warning", "10.0 of 80.0 GiB free"),
+        (Torch("", None, error="ImportError: libcudart.so.12"), 1, "problem", "ImportError: libcudart.so.12"),
+    ],
+)
+def test_torch_has_to_see_what_the_machine_has(torch: Torch, gpus: int, level: str, said: str) -> None:
+    found = checks.torch_and_devices(torch, gpus)
+    assert worst(found) == level
+    if said:
+        assert said in not_ok(found).said
+
+
+def test_every_gpu_is_listed() -> None:
+    two = attrs.evolve(CUDA, devices=CUDA.devices * 2)
+    assert [finding.check for finding in checks.torch_and_devices(two, 2)] == ["torch", "GPU 0", "GPU 1"]
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "level"),
+    [
+        (None, None, "ok"),
+        (32 * GIB, 30 * GIB, "ok"),
+        (64 * MIB, 64 * MIB, "problem"),
+        (32 * GIB, 10 * MIB, "problem"),
+        (8 * GIB, 8 * GIB, "warning"),
+    ],
+)
+def test_shared_memory_has_to_hold_rays_objects_and_the_ranks_buffers(
+    total: int | None, free: int | None, level: str
+) -> None:
+    found = only(checks.shared_memory(total, free, memory=64 * GIB))
+    assert found.level == level
+    assert bool(found.mend) is (level != "ok")
+
+
+def test_a_full_disk_few_files_and_a_host_without_address_are_found() -> None:
+    assert only(checks.disk("/tmp", 100 * GIB, 20 * GIB)).level == "ok"
+    assert not_ok(checks.disk("/tmp", 100 * GIB, 2 * GIB)).level == "problem"
+    assert only(checks.open_files(-1)).level == only(checks.open_files(65536)).level == "ok"
+    assert not_ok(checks.open_files(1024)).level == "warning"
+    assert only(checks.host_name("node", "10.0.0.7")).level == "ok"
+    assert "/etc/hosts" in not_ok(checks.host_name("node", None)).mend
+
+
+def test_ray_has_to_be_there_in_a_version_that_we_take_and_to_answer() -> None:
+    assert only(checks.ray("2.60.0", ">=2.50,<3", None)).said == "2.60.0, this machine alone"
+    assert only(checks.ray("2.60.0", ">=2.50,<3", "head:6379")).said == "2.60.0, cluster at head:6379"
+    assert not_ok(checks.ray("2.40.0", ">=2.50,<3", None)).mend == "pip install 'ray>=2.50,<3'"
+    assert "not installed" in not_ok(checks.ray(None, ">=2.50,<3", None)).said
+    assert not_ok(checks.ray("2.60.0", ">=2.50,<3", "head:6379", "nobody answers")).said == "nobody answers"
+
+
+def test_a_hidden_core_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(checks.core_is_ours("", "")).level == "ok"
+
+    def hidden() -> None:
+        raise RegistryError("/home/me/core is imported", mend="rename it")
+
+    monkeypatch.setattr(look, "check_core", hidden)
+    found = not_ok([finding for finding in look.look() if finding.check == "core"])
+    assert (found.said, found.mend) == ("/home/me/core is imported", "rename it")
+
+
+# --- this machine --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def here() -> list[Finding]:
+    return list(look.look())
+
+
+def test_this_machine_is_looked_over_whole(here: list[Finding]) -> None:
+    names = {finding.check for finding in here}
+    assert {"python", "core", "engine fsdp", "pins", "torch", "ray", "shared memory", "disk", "host name"} <= names
+    assert all(bool(finding.mend) is (finding.level != "ok") for finding in here)
+
+
+def test_a_check_that_fails_itself_is_a_finding_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(path: str) -> Any:
+        raise PermissionError(path)
+
+    monkeypatch.setattr("shutil.disk_usage", gone)
+    found = {finding.check: finding for finding in look.look()}
+    assert found["disk"].level == "problem"
+    assert "PermissionError" in found["disk"].said
+    assert found["host name"].level == "ok"
+
+
+def test_only_the_plugins_that_were_asked_for_are_looked_at() -> None:
+    entries = EngineRegistry.default().entries
+    assert {entry.name for entry in look.of(entries, ["fsdp", "manymesh-hf:hf"])} == {"fsdp", "hf"}
+    assert len(look.of(entries, ["manymesh-fsdp", "fsdp"])) == 1
+    with pytest.raises(RegistryError, match="no plugin 'fsdq' is installed"):
+        look.of(entries, ["fsdq"])
+
+
+def test_the_command_exits_1_on_a_problem_and_0_on_warnings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for level, status in (("ok", 0), ("warning", 0), ("problem", 1)):
+        finding = Finding("disk", level, "[red]", "free space" if level != "ok" else "")  # type: ignore[arg-type]
+        monkeypatch.setattr(look, "look", lambda names, finding=finding: iter([finding]))
+        assert main(["doctor"]) == status
+        said = capsys.readouterr().out
+        assert "disk: [red]" in said
+        assert ("mend: free space" in said) is (level != "ok")
+        assert main(["doctor", "--json"]) == status
+        answer = json.loads(capsys.readouterr().out)
+        assert answer == {"schema": 1, "healthy": status == 0, "findings": [attrs.asdict(finding)]}
+
+
+def test_a_name_that_is_not_installed_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "fsdq"]) == 2
+    assert "no plugin 'fsdq' is installed" in capsys.readouterr().err
+
+
+def test_the_summary_counts() -> None:
+    console = Console(file=(out := io.StringIO()))
+    report.show(
+        [Finding("a", "problem", "x", "y"), Finding("b", "warning", "x", "y"), Finding("c", "ok", "x")], console
+    )
+    assert out.getvalue().splitlines()[-1] == "1 problem, 1 warning"
+    assert report.healthy(report.show([Finding("c", "ok", "x")], console))
+    assert out.getvalue().splitlines()[-1] == "all is well"
+
+
+# --- check ---------------------------------------------------------------------------------------------------------
+
+
+def checked(*args: str) -> tuple[int, dict[str, Any]]:
+    """In a process of its own: pytest within pytest would share the outer one's state."""
+    done = subprocess.run([sys.executable, "-m", "sdk", "check", *args, "--json"], capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return done.returncode, answer
+
+
+def test_a_sound_plugin_is_checked_without_a_word_of_pytest() -> None:
+    status, answer = checked("fsdp")
+    assert (status, answer["healthy"]) == (0, True)
+    said = {finding["check"]: finding["level"] for finding in answer["findings"]}
+    assert said["engine fsdp: the planner refuses a world of no ranks"] == "ok"
+    assert len(said) >= 8
+
+
+def test_a_plugin_that_says_what_is_not_true_is_told_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.fake_distributions import BACKEND, install, manifest, plugin
+
+    install(
+        tmp_path,
+        "acme-toy",
+        {"acme_toy.py": "import torch\n" + plugin(manifest("toy", "acme_toy")), "acme_toy_backend.py": BACKEND},
+    )
+    install(tmp_path, "broken-toy", {"broken_toy.py": "1/0"})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    status, answer = checked("toy")
+    assert status == 1
+    wrong = {finding["check"]: finding["said"] for finding in answer["findings"] if finding["level"] == "problem"}
+    assert "torch" in wrong["engine toy: listing and planning import nothing heavy"]
+    assert "engine toy: its options have types and defaults" in wrong
+    status, answer = checked("broken-toy")
+    assert status == 1
+    assert answer["findings"][0]["said"] == "is broken: ZeroDivisionError: division by zero"
+
+
+def test_a_name_that_nothing_has_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "fsdq"]) == 2
+    assert "did you mean 'fsdp'?" in capsys.readouterr().err
