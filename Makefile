@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 SGLANG := .venv-sglang
 SEED ?= 0
 
-.PHONY: help env demo smollm2 test test-slow test-vllm bench-vllm test-sglang bench-sglang test-megatron-newest lint format types bench wheels clean
+.PHONY: help env docs demo smollm2 test test-slow test-vllm bench-vllm test-sglang bench-sglang test-megatron-newest lint format types bench wheels clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -76,7 +76,10 @@ format: $(STAMP) ## let ruff mend what it can
 	$(PY) -m ruff format .
 
 types: $(STAMP) ## mypy, strict
-	$(PY) -m mypy core manymesh sdk plugins/fsdp/manymesh_fsdp plugins/hf_rollout/manymesh_hf plugins/megatron/manymesh_megatron plugins/sglang_rollout/manymesh_sglang plugins/vllm_rollout/manymesh_vllm benchmarks tests examples
+	$(PY) -m mypy core manymesh sdk plugins/fsdp/manymesh_fsdp plugins/hf_rollout/manymesh_hf plugins/megatron/manymesh_megatron plugins/sglang_rollout/manymesh_sglang plugins/vllm_rollout/manymesh_vllm benchmarks tests examples scripts/reference.py
+
+docs: $(STAMP) ## write docs/reference.md again, from the docstrings
+	@$(PY) -m scripts.reference
 
 bench: $(STAMP) ## the benchmarks, each against a floor in the same run
 	$(PY) -m benchmarks.dispatch

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import attrs
 import pytest
 
+import core
 from core.config import OptimizerConfig
 from manymesh.recipes.grpo.config import GrpoConfig
+from scripts import reference
 from sdk.testing import tiny_model
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -40,6 +43,18 @@ def test_the_driver_of_the_docs_runs(ray_cluster: None, tmp_path: Path, capsys: 
     assert "ray.init(num_cpus=2)\n" in code
     exec(code.replace("ray.init(num_cpus=2)\n", ""), {})  # the tests have a cluster
     assert "grad_norm" in capsys.readouterr().out
+
+
+def test_the_reference_is_what_the_docstrings_say() -> None:
+    have, want = reference.PAGE.read_text().splitlines(), reference.page().splitlines()
+    differing = [(a, b) for a, b in zip_longest(have, want) if a != b]
+    assert differing[:1] == [], "docs/reference.md is behind the docstrings: make docs"
+
+
+def test_the_reference_has_every_public_name_of_core_and_every_part() -> None:
+    headings = set(re.findall(r"^#{3,4} (\S+)$", reference.page(), re.MULTILINE))
+    parts = {f"sdk.parts.{file.stem}" for file in (DOCS.parent / "sdk/parts").glob("[a-z]*.py")}
+    assert set(core.__all__) | parts <= headings
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
