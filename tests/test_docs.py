@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -14,6 +17,8 @@ import core
 from core.config import OptimizerConfig
 from manymesh.recipes.grpo.config import GrpoConfig
 from scripts import reference
+from sdk.scaffold.generate import generate
+from sdk.scaffold.names import Names
 from sdk.testing import tiny_model
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -43,6 +48,26 @@ def test_the_driver_of_the_docs_runs(ray_cluster: None, tmp_path: Path, capsys: 
     assert "ray.init(num_cpus=2)\n" in code
     exec(code.replace("ray.init(num_cpus=2)\n", ""), {})  # the tests have a cluster
     assert "grad_norm" in capsys.readouterr().out
+
+
+def test_the_steps_by_hand_of_new_plugins_run_as_their_pages_have_them(tmp_path: Path) -> None:
+    """Each with the distribution that its page makes, in a process that knows no other tests' world."""
+    for kind, package in (("engine", "my_engine"), ("rollout", "my_rollout")):
+        page = (DOCS / f"write_{'an' if kind == 'engine' else 'a'}_{kind}.md").read_text()
+        name = package.replace("_", "-")
+        assert f"python -m sdk new {name} --kind {kind}\n" in page
+        generate(Names.of(name, "engine" if kind == "engine" else "rollout"), tmp_path / name)
+        (block,) = (each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if f"from {package}" in each)
+        (tmp_path / f"{package}_page.py").write_text(block)
+    script = "import sys; sys.path[:0] = ['my-engine', 'my-rollout']; import my_engine_page, my_rollout_page"
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+), gradient norm", done.stdout)]
+    assert len(losses) == 5
+    assert losses == sorted(losses, reverse=True), "it learns"
+    assert "tensor([0, 0, 0, 0, 0, 0])" in done.stdout
+    assert done.stdout.endswith("tensor([7, 7])\n")
 
 
 def test_the_reference_is_what_the_docstrings_say() -> None:
