@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import multiprocessing
 import os
 import signal
 import threading
@@ -44,13 +45,16 @@ class LocalEngine:
         with environment_of(environment(device)), _signals_kept():
             from sglang.srt.entrypoints.engine import Engine
 
-            before = _children()
+            before = set(multiprocessing.active_children())
             try:
-                self.engine = Engine(**made, log_requests=False, custom_sigquit_handler=_ignore)
+                with _may_have_children():
+                    self.engine = Engine(**made, log_requests=False, custom_sigquit_handler=_ignore)
             except (ValueError, NotImplementedError, RuntimeError, ImportError, AssertionError) as error:
-                _kill(_children() - before)
+                for child in set(multiprocessing.active_children()) - before:
+                    child.kill()
+                    child.join()
                 raise cannot_run(facts, error) from error
-            atexit.unregister(self.engine.shutdown)
+            atexit.unregister(self.engine.shutdown)  # it would end all children of this process
             self._manager = self.engine.tokenizer_manager
             self.engine.loop.run_until_complete(self._start_handling())
             for each in SIGNALS:
@@ -59,6 +63,7 @@ class LocalEngine:
             watchdog = self._manager._subprocess_watchdog
             self._processes = list(watchdog._processes)
             watchdog.stop()
+            atexit.register(self._end_processes)  # else Python would wait for them
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGQUIT, _ignore)  # a scheduler that fails sends it; `_run` sees that it is gone
         [info] = self.engine._scheduler_init_result.scheduler_infos
@@ -162,11 +167,15 @@ class LocalEngine:
             await asyncio.gather(*tasks, return_exceptions=True)
 
         self.engine.loop.run_until_complete(cancel())
+        self._end_processes()
+        atexit.unregister(self._end_processes)
+        del self.engine, self._manager
+
+    def _end_processes(self) -> None:
         for each in self._processes:
             each.kill()
         for each in self._processes:
             each.join()
-        del self.engine, self._manager
 
 
 def serialized(bucket: Sequence[tuple[str, torch.Tensor]]) -> bytes:
@@ -223,16 +232,13 @@ def _ignore(*_: Any) -> None:
     pass
 
 
-def _children() -> set[Any]:
-    import psutil
-
-    return set(psutil.Process().children(recursive=True))
-
-
-def _kill(processes: set[Any]) -> None:
-    import psutil
-
-    for each in processes:
-        with suppress(psutil.NoSuchProcess):
-            each.kill()
-    psutil.wait_procs(list(processes), timeout=30)
+@contextmanager
+def _may_have_children() -> Iterator[None]:
+    """Also where this process is one of multiprocessing's daemons. SGLang's processes watch their parent themselves."""
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    is_daemon = config.pop("daemon", None)
+    try:
+        yield
+    finally:
+        if is_daemon is not None:
+            config["daemon"] = is_daemon

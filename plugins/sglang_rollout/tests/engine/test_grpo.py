@@ -1,5 +1,7 @@
-"""The examples as a user runs them: a policy learns the demo's task with SGLang in its own workers, and in another pool.
-That takes minutes, so it is not in the base suite."""
+"""The examples as a user runs them learn the demo's task: SGLang in the trainer's workers, and in another pool.
+
+That takes minutes, so it is not in the base suite.
+"""
 
 from __future__ import annotations
 
