@@ -23,6 +23,7 @@ from sdk.testing import character_tokenizer
 CONTEXT = 512  # tokens, of the models here
 EOS = 2
 Weights = dict[str, torch.Tensor]
+Bucket = Sequence[tuple[str, torch.Tensor]]
 
 
 def prompts(*rows: Sequence[int], prompt_id: Sequence[int] | None = None) -> TensorDict:

@@ -93,17 +93,6 @@ class ServingTests(RolloutSuite):
         assert objects(out.get("weight_versions")) == [[(0, len(row))] for row in responses(out)]
 
     @offered(Capability.SERVER)
-    def test_tokens_come_while_the_rest_is_sampled(self, rollout: RolloutServer) -> None:
-        async def go() -> tuple[list[GenerationDelta], list[GenerationDelta]]:
-            stream = rollout.submit([9], self.endless)
-            first = await begun(stream, 1)
-            return first, first + await all_of(stream)
-
-        first, deltas = self.run(go())
-        assert len(tokens_of(first)) < LENGTH == len(tokens_of(deltas))
-        assert self.stream_error(1, [9], deltas) < 1e-4
-
-    @offered(Capability.SERVER)
     def test_each_request_has_log_probs_of_its_own_kind_whatever_runs_beside_it(self, rollout: RolloutServer) -> None:
         options: dict[str, Any] = {"temperature": 0.6, "max_new_tokens": 30, "ignore_eos": True}
         asked = [SamplingParams(top_k=5, log_probs=kind, **self.seed(3), **options) for kind in self.kinds()]

@@ -1,0 +1,186 @@
+"""Faults of a rollout that serves."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import attrs
+from tensordict import TensorDict
+
+from core.batch import objects
+from core.errors import Refused
+from core.manifest import Capability
+from core.protocols import GenerationDelta, LogProbKind, PauseMode, SamplingParams
+from core.registry import Entry
+from sdk.conformance.base import Mutant
+from sdk.conformance.rollout_faults import Fault, caught_by
+from sdk.conformance.served import Served
+
+Deltas = AsyncIterator[GenerationDelta]
+
+
+def that_serves(entry: Entry) -> Entry:
+    assert entry.manifest is not None
+    offers = entry.manifest.capabilities | {Capability.SERVER}
+    return attrs.evolve(entry, manifest=attrs.evolve(entry.manifest, capabilities=offers))
+
+
+SOUND = Mutant("serves, without a fault", (), built=f"{__name__}:Served", entry=that_serves)
+
+
+class ServingFault(Fault):
+    """A fault of a server that is made of the rollout."""
+
+    @classmethod
+    def put_into(cls, rollout: Any) -> Any:
+        return super().put_into(Served(rollout))
+
+    @staticmethod
+    def entry(entry: Entry) -> Entry:
+        return that_serves(entry)
+
+    def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Deltas:
+        return self.given(super().submit(prompt_ids, self.asked(sampling), **options))  # type: ignore[misc]
+
+    def asked(self, sampling: SamplingParams) -> SamplingParams:
+        return sampling
+
+    def given(self, stream: Deltas) -> Deltas:
+        return stream
+
+
+@caught_by("test_an_aborted_request_keeps_what_it_has_and_the_others_go_on")
+class WithholdsTokens(ServingFault):
+    """gives a request's tokens when it has ended"""
+
+    async def given(self, stream: Deltas) -> Deltas:  # type: ignore[override]
+        for delta in [delta async for delta in stream]:
+            yield delta
+
+
+@caught_by("test_an_aborted_request_keeps_what_it_has_and_the_others_go_on")
+class HidesAborts(ServingFault):
+    """says of aborted requests that they stopped"""
+
+    async def given(self, stream: Deltas) -> Deltas:  # type: ignore[override]
+        async with aclosing(stream):  # type: ignore[type-var]
+            async for delta in stream:
+                yield attrs.evolve(delta, finish_reason="stop") if delta.finish_reason == "abort" else delta
+
+
+@caught_by("test_an_aborted_request_keeps_what_it_has_and_the_others_go_on")
+class AbortsAll(ServingFault):
+    """aborts all requests where some are named"""
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        await super().abort(None)  # type: ignore[misc]
+
+
+@caught_by(
+    "test_an_abort_of_all_finds_a_request_that_has_only_just_begun", "test_rows_of_generate_that_are_aborted_say_so"
+)
+class AbortsNamed(ServingFault):
+    """aborts only what is named"""
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        await super().abort(request_ids or [])  # type: ignore[misc]
+
+
+@caught_by("test_a_pause_keeps_awaits_or_aborts_what_runs_and_new_requests_wait")
+class NeverPauses(ServingFault):
+    """goes on in a pause"""
+
+    async def pause(self, mode: PauseMode) -> None:
+        return
+
+
+@caught_by("test_a_pause_keeps_awaits_or_aborts_what_runs_and_new_requests_wait[keep]")
+class AbortsInPause(ServingFault):
+    """aborts in a pause what it is to keep"""
+
+    async def pause(self, mode: PauseMode) -> None:
+        await super().pause("abort" if mode == "keep" else mode)  # type: ignore[misc]
+
+
+@caught_by("test_an_unknown_mode_of_pause_is_refused")
+class PausesAnyhow(ServingFault):
+    """takes an unknown mode of pause for keep"""
+
+    async def pause(self, mode: PauseMode) -> None:
+        await super().pause(mode if mode in ("wait", "abort") else "keep")  # type: ignore[misc]
+
+
+@caught_by("test_an_update_in_the_midst_of_a_request_says_which_weights_sampled_which_tokens")
+class SaysFirstVersion(ServingFault):
+    """says of all of a request's tokens that the weights sampled them with which it began"""
+
+    async def given(self, stream: Deltas) -> Deltas:  # type: ignore[override]
+        first = None
+        async with aclosing(stream):  # type: ignore[type-var]
+            async for delta in stream:
+                first = delta.weight_version if first is None else first
+                yield attrs.evolve(delta, weight_version=first)
+
+
+@caught_by("test_rows_that_an_update_comes_upon_have_their_oldest_version_and_its_spans")
+class SaysNewest(ServingFault):
+    """says of rows that the newest weights sampled them"""
+
+    def generate(self, batch: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
+        out: TensorDict = super().generate(batch, sampling, min_version=min_version)  # type: ignore[misc]
+        for row, spans in enumerate(objects(out.get("weight_versions"))):
+            out["weight_version"][row] = spans[-1][0]
+        return out
+
+
+@caught_by("test_a_request_that_cannot_be_is_refused_at_once[samples]")
+class TakesSamples(ServingFault):
+    """gives one response where several are asked for"""
+
+    def asked(self, sampling: SamplingParams) -> SamplingParams:
+        return attrs.evolve(sampling, num_samples=1)
+
+
+@caught_by("test_a_request_that_cannot_be_is_refused_at_once")
+class RefusesLate(ServingFault):
+    """refuses a request when its first token is asked for"""
+
+    async def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Deltas:  # type: ignore[override]
+        async with aclosing(super().submit(prompt_ids, sampling, **options)) as stream:  # type: ignore[type-var]
+            async for delta in stream:
+                yield delta
+
+
+@caught_by("test_a_stream_gives_the_tokens_of_generate_and_ends_with_a_reason")
+class DrawsAlike(ServingFault):
+    """draws all samples of a prompt from one stream"""
+
+    def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Deltas:
+        return super().submit(prompt_ids, sampling, **options | {"sample": 0})
+
+
+@caught_by("test_each_request_has_log_probs_of_its_own_kind_whatever_runs_beside_it")
+class OneKind(ServingFault):
+    """gives requests log-probs of one kind"""
+
+    def asked(self, sampling: SamplingParams) -> SamplingParams:
+        return attrs.evolve(sampling, log_probs=LogProbKind.RAW)
+
+
+@caught_by("test_without_whole_weights_requests_are_refused")
+class ServesAnyway(ServingFault):
+    """takes requests without whole weights"""
+
+    def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Deltas:
+        try:
+            return super().submit(prompt_ids, sampling, **options)
+        except Refused:
+            if self.weight_version is not None:
+                raise
+            return self.later(lambda: super(ServesAnyway, self).submit(prompt_ids, sampling, **options))
+
+    async def later(self, submit: Callable[[], Deltas]) -> Deltas:
+        async for delta in submit():
+            yield delta

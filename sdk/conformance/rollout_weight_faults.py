@@ -1,0 +1,299 @@
+"""Faults of a rollout's weights, memory, beginning and end."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from tensordict import TensorDict
+
+from core.errors import Refused
+from core.manifest import Capability
+from core.protocols import SamplingParams, WeightSpec
+from core.registry import Entry
+from sdk.conformance.base import Mutant
+from sdk.conformance.rollout_faults import MUTANTS, Bucket, Fault, GenerateFault, caught_by
+from sdk.conformance.suites.rollout_base import specs
+
+
+@caught_by("test_what_the_old_weights_left_in_a_cache_is_not_used_after_an_update")
+class KeepsCache(GenerateFault):
+    """keeps the KV cache of prompts over an update"""
+
+    def initialize(self) -> None:
+        super().initialize()  # type: ignore[misc]
+        model, kept = self._model, {}
+        generate = model.generate
+
+        def cached(ids: torch.Tensor, **options: Any) -> Any:
+            if len(ids) > 1 or ids.shape[1] < 100:
+                return generate(ids, **options)
+            key = tuple(ids[0].tolist())
+            if key not in kept:
+                with torch.no_grad():
+                    kept[key] = model(ids[:, :-1], use_cache=True).past_key_values
+            return generate(ids, past_key_values=copy.deepcopy(kept[key]), **options)
+
+        model.generate = cached
+
+
+@caught_by(
+    "test_it_is_the_reference_model_before_and_after_each_of_three_updates[untied]",
+    "test_rows_say_which_weights_sampled_them_and_older_ones_may_be_refused",
+)
+class KeepsVersion(GenerateFault):
+    """loads weights and keeps the old version"""
+
+    @property
+    def weight_version(self) -> int | None:
+        return None if super().weight_version is None else 0
+
+    def given(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
+        return out.set("weight_version", torch.zeros_like(out["weight_version"]))
+
+
+@caught_by("test_rows_say_which_weights_sampled_them_and_older_ones_may_be_refused")
+class IgnoresMinVersion(GenerateFault):
+    """samples with weights that are too old"""
+
+    def generate(self, batch: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
+        return super().generate(batch, sampling)
+
+
+@caught_by("test_it_is_the_reference_model_before_and_after_each_of_three_updates[untied]")
+class SwapsKeysAndValues(Fault):
+    """loads keys as values"""
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        swap = {"k_proj": "v_proj", "v_proj": "k_proj"}
+        named = []
+        for name, tensor in bucket:
+            part = next((part for part in swap if part in name), None)
+            named.append((name.replace(part, swap[part]) if part else name, tensor))
+        super().load_bucket(named)  # type: ignore[misc]
+
+
+@caught_by("test_weights_of_another_model_are_refused_and_the_old_ones_stay[an unknown name]")
+class AcceptsUnknown(Fault):
+    """passes over names that the model doesn't know"""
+
+    def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
+        known = self.own_weights()
+        super().begin_weight_update([spec for spec in announced if spec.name in known], version)  # type: ignore[misc]
+
+
+@caught_by(
+    "test_weights_of_another_model_are_refused_and_the_old_ones_stay[a missing name]",
+    "test_an_incomplete_update_is_not_finished_and_generates_nothing",
+)
+class AcceptsMissing(Fault):
+    """leaves weights that don't come as they were in the checkpoint"""
+
+    def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
+        names, own = {spec.name for spec in announced}, self.own_weights()
+        rest = [spec for spec in specs(own) if spec.name not in names]
+        super().begin_weight_update([*announced, *rest], version)  # type: ignore[misc]
+        self._came: set[str] = set()
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        super().load_bucket(bucket)  # type: ignore[misc]
+        self._came |= {name for name, _ in bucket}
+
+    def finish_weight_update(self) -> None:
+        left = [(name, tensor) for name, tensor in self.own_weights().items() if name not in self._came]
+        super().load_bucket(left)  # type: ignore[misc]
+        super().finish_weight_update()  # type: ignore[misc]
+
+
+@caught_by("test_weights_of_another_model_are_refused_and_the_old_ones_stay[another shape]")
+class ChecksLate(Fault):
+    """refuses weights of another model when the update has begun"""
+
+    def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
+        try:
+            super().begin_weight_update(announced, version)  # type: ignore[misc]
+        except Refused:
+            if self.weight_version is not None:
+                super().begin_weight_update(specs(self.own_weights()), version)  # type: ignore[misc]
+            raise
+
+
+@caught_by("test_after_an_aborted_update_nothing_is_sampled_with_weights_that_are_not_whole[1]")
+class TrustsAborted(Fault):
+    """takes the weights for whole after an update was aborted"""
+
+    def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
+        before = self.weight_version
+        super().begin_weight_update(announced, version)  # type: ignore[misc]
+        self._before, self._left = before, {spec.name for spec in announced}
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        super().load_bucket(bucket)  # type: ignore[misc]
+        self._left -= {name for name, _ in bucket}
+
+    def abort_weight_update(self) -> None:
+        super().load_bucket([(n, t) for n, t in self.own_weights().items() if n in self._left])  # type: ignore[misc]
+        super().finish_weight_update()  # type: ignore[misc]
+
+
+@caught_by("test_tensors_may_be_reused_after_load_bucket")
+class HoldsTensors(Fault):
+    """reads the sender's tensors when the update is finished"""
+
+    def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
+        super().begin_weight_update(announced, version)  # type: ignore[misc]
+        self._held: list[tuple[str, torch.Tensor]] = []
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        self._held += bucket
+
+    def finish_weight_update(self) -> None:
+        super().load_bucket(self._held)  # type: ignore[misc]
+        super().finish_weight_update()  # type: ignore[misc]
+
+
+@caught_by("test_a_bad_bucket_is_refused_as_a_whole")
+class LoadsInPart(Fault):
+    """loads what comes before a bad tensor in its bucket"""
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        for pair in bucket:
+            super().load_bucket([pair])  # type: ignore[misc]
+
+
+@caught_by("test_a_name_announced_twice_is_refused")
+class AcceptsDoubled(Fault):
+    """takes a name that is announced twice for one"""
+
+    def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
+        once = list({spec.name: spec for spec in announced}.values())
+        super().begin_weight_update(once, version)  # type: ignore[misc]
+
+
+@caught_by("test_an_update_that_nobody_finished_is_forgotten_by_the_next")
+class GoesOn(Fault):
+    """goes on with an update that nobody finished when the next one begins"""
+
+    def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
+        if self.weight_version is not None:
+            super().begin_weight_update(announced, version)  # type: ignore[misc]
+
+
+@caught_by("test_weights_of_another_precision_are_cast")
+class RefusesHalves(Fault):
+    """refuses weights of another precision"""
+
+    def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
+        if any(spec.dtype == "bfloat16" for spec in announced):
+            raise Refused("these weights have another precision")
+        super().begin_weight_update(announced, version)  # type: ignore[misc]
+
+
+@caught_by("test_logits_that_are_not_finite_are_an_error")
+class HidesNan(Fault):
+    """loads zeros for what is not a number"""
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        super().load_bucket([(name, tensor.nan_to_num()) for name, tensor in bucket])  # type: ignore[misc]
+
+
+@caught_by("test_released_weights_wait_for_resume_and_a_whole_update")
+class GeneratesAfterRelease(Fault):
+    """generates after its weights were released"""
+
+    def release(self, tags: Sequence[str]) -> None:
+        super().release([])  # type: ignore[misc]
+
+
+@caught_by("test_a_released_kv_cache_leaves_the_weights_valid")
+class ReleasesAll(Fault):
+    """releases the weights with the KV cache"""
+
+    def release(self, tags: Sequence[str]) -> None:
+        super().release([*tags, "weights"])  # type: ignore[misc]
+
+
+@caught_by("test_resume_of_what_is_not_released_changes_nothing")
+class ResumesAnyway(Fault):
+    """takes new memory for weights that have theirs"""
+
+    def resume(self, tags: Sequence[str]) -> None:
+        super().release(["weights"])  # type: ignore[misc]
+        super().resume(tags)  # type: ignore[misc]
+
+
+@caught_by("test_unknown_tags_are_refused")
+class AcceptsTags(Fault):
+    """passes over tags that it doesn't know"""
+
+    def release(self, tags: Sequence[str]) -> None:
+        super().release([tag for tag in tags if tag in ("weights", "kv_cache")])  # type: ignore[misc]
+
+
+# ------------------------------------------------------------------------------------------------------------ life
+
+
+@caught_by("test_nothing_works_before_initialize")
+class InitializesItself(GenerateFault):
+    """loads its model when it is first asked"""
+
+    def generate(self, batch: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
+        if self._model is None:
+            self.initialize()
+        return super().generate(batch, sampling, min_version=min_version)
+
+
+@caught_by("test_its_mesh_is_valid_before_initialize")
+class LateMesh(Fault):
+    """has no mesh before initialize"""
+
+    @property
+    def mesh(self) -> Any:
+        if self._model is None:
+            raise Refused("no mesh yet")
+        return super().mesh  # type: ignore[misc]
+
+
+@caught_by("test_a_directory_without_a_whole_model_is_refused[a weight is missing]")
+class FillsIn(Fault):
+    """leaves weights to chance that the checkpoint lacks"""
+
+    def initialize(self) -> None:
+        try:
+            super().initialize()  # type: ignore[misc]
+        except Refused as error:
+            if "lm_head" not in str(error):
+                raise
+
+
+@caught_by("test_it_takes_no_requests")
+class TakesRequests(Fault):
+    """takes requests that its manifest doesn't offer"""
+
+    def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Any:
+        return iter(())
+
+
+@caught_by("test_after_shutdown_nothing_works_and_no_process_is_left")
+class LeavesProcess(Fault):
+    """leaves a process behind"""
+
+    def initialize(self) -> None:
+        super().initialize()  # type: ignore[misc]
+        self._child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+
+
+def without_row_seeds(entry: Entry) -> Entry:
+    assert entry.manifest is not None
+    hidden = entry.manifest.capabilities - {Capability.ROW_SEEDS}
+    return attrs.evolve(entry, manifest=attrs.evolve(entry.manifest, capabilities=hidden))
+
+
+MUTANTS.append(
+    Mutant("takes a seed that its manifest doesn't offer", ("test_a_seed_is_refused",), entry=without_row_seeds)
+)
