@@ -19,7 +19,13 @@ Reader = asyncio.StreamReader
 
 
 class ServerError(ManymeshError):
-    """A server answered with an error, or with nothing."""
+    """A server answered with an error, or with nothing.
+
+    Attributes:
+        said: what it answered, "" for nothing.
+    """
+
+    said = ""
 
 
 @attrs.frozen
@@ -57,7 +63,7 @@ class HttpClient:
                 have=self.explain() or None,
                 where=self.address,
             ) from error
-        return _json(data)
+        return parsed(data)
 
     async def stream(self, path: str, body: Any) -> AsyncIterator[Any]:
         """The answer's events as they come. Raises as call, but for the deadline: a request may wait."""
@@ -133,11 +139,12 @@ async def _body(reader: Reader, headers: dict[str, str]) -> AsyncIterator[bytes]
             yield chunk
 
 
-def _json(data: bytes) -> Any:
+def parsed(data: str | bytes) -> Any:
+    """JSON, or the text where it is none."""
     try:
         return json.loads(data)
     except ValueError:
-        return data.decode(errors="replace")
+        return data.decode(errors="replace") if isinstance(data, bytes) else data
 
 
 def _refused(client: HttpClient, path: str, status: int, said: str) -> ManymeshError:
@@ -148,4 +155,6 @@ def _refused(client: HttpClient, path: str, status: int, said: str) -> ManymeshE
             where=client.address,
             mend="set api_key to the one that the server was started with",
         )
-    return ServerError(f"the server refused {path}", have=f"{status}: {said[:2000]}", where=client.address)
+    error = ServerError(f"the server refused {path}", have=f"{status}: {said[:2000]}", where=client.address)
+    error.said = said
+    return error

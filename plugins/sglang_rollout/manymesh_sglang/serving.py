@@ -290,7 +290,7 @@ class HttpEngine:
         return info
 
     def shutdown(self) -> None:
-        self._way.close()
+        self.call(self._way.close())
         self._thread.end()
         if self._process is not None:
             self._process.end()

@@ -26,10 +26,11 @@ from torch.distributed import distributed_c10d
 
 from core.errors import DeadlineExceeded, ManymeshError
 from manymesh_sglang.flat import dtype_name, flatten
-from manymesh_sglang.http import HttpClient
+from manymesh_sglang.http import HttpClient, ServerError, parsed
 
 T = TypeVar("T")
 Bucket = Sequence[tuple[str, torch.Tensor]]
+LEAVE_S = 10.0  # for a server that may be dead
 
 
 class Way(Protocol):
@@ -44,12 +45,17 @@ class Way(Protocol):
     async def load(self, bucket: Bucket) -> None: ...
     async def end(self) -> None: ...
     async def abort(self) -> None: ...
-    def close(self) -> None: ...
+    async def close(self) -> None: ...
 
 
 async def told(client: HttpClient, path: str, body: Any, timeout_s: float) -> None:
     """Ask for what a server answers with `success`. Raises ManymeshError where that is not so."""
-    said = await client.call("POST", path, body, timeout_s=timeout_s)
+    try:
+        said = await client.call("POST", path, body, timeout_s=timeout_s)
+    except ServerError as error:
+        said = parsed(error.said)  # SGLang has success: false with status 200 or 400
+        if not isinstance(said, dict) or "success" not in said:
+            raise
     if not isinstance(said, dict) or said.get("success") is not True:
         raise ManymeshError(
             "SGLang did not take the weights",
@@ -80,7 +86,7 @@ class _Session:
     async def _told(self, path: str, body: Any) -> None:
         await told(self._client, path, body, self._timeout_s)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         pass
 
 
@@ -169,16 +175,26 @@ class ByCollective(_Session):
             # It has them, so that this is only to see that our side is done too.
             await _in_thread(lambda: sending.wait(timedelta(seconds=self._timeout_s)))
         except BaseException as error:
-            self.close()  # a broadcast that nobody took: the group is of no more use
+            await self._leave(sending)  # a broadcast that nobody took: the group is of no more use
             if isinstance(error, RuntimeError):
                 raise ManymeshError("the broadcast of weights failed", have=str(error)) from error
             raise
 
-    def close(self) -> None:
-        """Let go of the group. What is still under way in it ends by its deadline, in a thread of its own."""
+    async def close(self) -> None:
+        await self._leave(None)
+
+    async def _leave(self, sending: Any) -> None:
+        """Let go of the group. What is under way in it ends as the server lets go of it too, or by its deadline, in a
+        thread of its own: torch would wait for it in the group's destructor, with the interpreter locked."""
         group, self._group = self._group, None
-        if group is not None:
-            threading.Thread(target=_destroy, args=(group,), name="end weights group", daemon=True).start()
+        if group is None:
+            return
+        timeout = timedelta(seconds=self._timeout_s)
+        threading.Thread(target=_destroy, args=(group, sending, timeout), name="end weights group", daemon=True).start()
+        del group
+        with suppress(ManymeshError):
+            body = {"group_name": self._name}
+            await told(self._client, "/destroy_weights_update_group", body, min(LEAVE_S, self._timeout_s))
 
 
 def _in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
@@ -206,7 +222,10 @@ def _in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     return future
 
 
-def _destroy(group: Any) -> None:
+def _destroy(group: Any, sending: Any, timeout: timedelta) -> None:
+    if sending is not None:
+        with suppress(Exception):
+            sending.wait(timeout)
     with suppress(Exception):
         dist.destroy_process_group(group)
 
@@ -264,5 +283,5 @@ class ByDisk:
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._remove()

@@ -120,7 +120,7 @@ def test_a_refused_bucket_is_an_error_and_leaves_no_sender_waiting(
     update(server, weights, 9)
     [row] = rows_of(server.generate(prompts([5]), GREEDY))
     assert greedy_error(models.reference(2), row) < 1e-4
-    sent.close()
+    engine.call(sent.close())
 
 
 def test_a_failed_bucket_leaves_no_valid_weights_until_all_are_sent_again(

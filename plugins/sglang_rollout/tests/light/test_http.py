@@ -99,9 +99,10 @@ def test_errors_say_what_happened_and_where() -> None:
         asyncio.run(gone.call("GET", "/health", timeout_s=5))
 
 
-def test_an_answer_without_success_is_an_error_with_its_message() -> None:
+@pytest.mark.parametrize("status", [200, 400])
+def test_an_answer_without_success_is_an_error_with_its_message(status: int) -> None:
     async def go() -> None:
-        async with server(lambda *_: (200, {"success": False, "message": "must run between"})) as client:
+        async with server(lambda *_: (status, {"success": False, "message": "must run between"})) as client:
             await told(client, "/update_weights_from_tensor", {}, 5)
 
     with pytest.raises(ManymeshError, match=r"did not take the weights[\s\S]*must run between"):
