@@ -1,16 +1,16 @@
-"""What runs inside vLLM's engine process: weight updates, log-probabilities by row, and an end with the parent's.
+"""What runs inside vLLM's engine process: weight updates, log-probabilities by row, and an end with its owner's.
 
-vLLM imports this module there, and only there, before it loads the model: it is its `worker_extension_cls`.
+vLLM imports this module there before it loads the model: it is its `worker_extension_cls`.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import select
 import signal
 import threading
 from collections.abc import Sequence
-from multiprocessing.connection import wait
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from manymesh_vllm.weights import WeightUpdate
 from sdk.parts.checkpoint_weights import expected_tensors
 
 KIND = "manymesh_log_probs"  # in vLLM's extra_args of a request
+OWNER = "MANYMESH_VLLM_OWNER"  # environment variable: the process to end with
 _GREEDY = 1e-5  # vLLM takes lower temperatures for 0
 
 
@@ -90,17 +91,33 @@ class RowKinds(Sampler):
         return [each.get(KIND, LogProbKind.RAW) for each in asked]
 
 
-def _end_with_parent() -> None:
-    """A worker that is killed takes no leave of its engine, which would hold its memory for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
+def _end_with_owner() -> None:
+    """A worker that is killed takes no leave of its engine, which would hold its memory for ever.
+
+    vLLM's own workers, which import this, are in the engine's process or children of it. The engine watches nobody.
+    """
+    owner, engine = int(os.environ.get(OWNER, "0")), os.getppid()
+    if not owner:
         return
 
-    def watch(sentinel: int) -> None:
-        wait([sentinel])
-        os.kill(os.getpid(), signal.SIGKILL)
+    def end() -> None:
+        for pid in {engine, os.getpid()} - {owner, 1}:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
-    threading.Thread(target=watch, args=(parent.sentinel,), name="end with parent", daemon=True).start()
+    try:
+        descriptor = os.pidfd_open(owner)
+    except ProcessLookupError:
+        end()
+        return
+
+    def watch() -> None:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)  # readable when the process has ended
+        poller.poll()
+        end()
+
+    threading.Thread(target=watch, name="end with owner", daemon=True).start()
 
 
-_end_with_parent()
+_end_with_owner()

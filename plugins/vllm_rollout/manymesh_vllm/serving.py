@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
@@ -24,7 +25,7 @@ from core.protocols import GenerationDelta, LogProbKind, PauseMode, SamplingPara
 from manymesh_vllm import sampling as asked
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.engine import arguments, cannot_run, check_platform, environment_of
-from manymesh_vllm.engine_process import KIND, ServerExtension
+from manymesh_vllm.engine_process import KIND, OWNER, ServerExtension
 from sdk.parts.event_loop import LoopThread
 from sdk.parts.served_rollout import Bucket
 from sdk.parts.served_rows import by_version
@@ -33,8 +34,8 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     # In the first model runner sampling is one module, which can be put in place of vLLM's.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
-    # A forked engine would have engine_process imported already, and not watch its parent.
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+    # A forked engine would have engine_process imported already, and not watch its owner.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 
 
@@ -91,7 +92,7 @@ class AsyncEngine:
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**made))
 
         try:
-            with environment_of(ENVIRONMENT):
+            with environment_of(ENVIRONMENT | {OWNER: str(os.getpid())}):
                 check_platform(facts, device)
                 self.llm = self.call(build())
             self.call(self.rpc("manymesh_sample_by_row"))

@@ -1,5 +1,5 @@
-"""The examples as a user runs them: a policy in vLLM's own processes or in another pool learns the demo's task. That takes
-minutes, so it is not in the base suite."""
+"""The examples as a user runs them: a policy in vLLM's own processes or in another pool learns the demo's task.
+Learning takes minutes, so it is not in the base suite."""
 
 from __future__ import annotations
 
