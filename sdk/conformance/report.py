@@ -184,4 +184,7 @@ def last_line(report: Any) -> str:
     """Of a failure: the message of what was raised, in one line."""
     crash = getattr(report.longrepr, "reprcrash", None)
     text = str(crash.message) if crash is not None else str(report.longrepr)
+    if "Traceback (most recent call last)" in text:  # of a rank: what it ended with
+        first, *_, last = [line for line in text.splitlines() if line.strip()]
+        text = f"{first} {last}"
     return " ".join(text.split())[:300]

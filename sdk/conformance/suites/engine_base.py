@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import attrs
@@ -74,7 +75,9 @@ class EngineSuite(MeshSuite):
     def plain(self, optimizer: OptimizerConfig = PLAIN_STEP, batches: Sequence[TensorDict] = BATCHES[:2]) -> Trained:
         """The same by one process with a plain transformers model."""
         key = ("plain", self.model_of_suite(), optimizer, [id(batch) for batch in batches])
-        return self.once(key, lambda: plain_training(self.model_of_suite(), self.is_value(), optimizer, batches))
+        make = partial(plain_training, self.model_of_suite(), self.is_value(), optimizer, batches)
+        made: Trained = self.session.once(repr(key), make)  # the same for every engine
+        return made
 
 
 @attrs.frozen

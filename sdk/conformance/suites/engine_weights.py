@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from core.manifest import Capability
 from core.protocols import LossFn, WeightSpec
-from sdk.conformance.base import Subject, absent
+from sdk.conformance.base import Subject, absent, offered
 from sdk.conformance.suites.engine_base import (
     BATCHES,
     EngineSuite,
@@ -97,6 +97,27 @@ def adapter_alone(rank: int, world_size: int, subject: Subject, model: str) -> d
         }
 
 
+def adapter_in_use(
+    rank: int, world_size: int, subject: Subject, model: str, loss: LossFn, outputs: frozenset[str]
+) -> dict[str, Any]:
+    """What a step moves, by the adapter's own names and merged; outputs before, after, and without the adapter."""
+    with engine_of(subject, model) as engine:
+        if (answer := answer_to(lambda: engine.weight_specs("only"))) != "taken":
+            return {"answer": answer}
+        before, merged, only = infer(engine, BATCHES[0], outputs), weights(engine), dict(engine.export_weights("only"))
+        step(engine, BATCHES[0], loss)
+        with engine.adapter_disabled():
+            without = infer(engine, BATCHES[0], outputs)
+        return {
+            "answer": answer,
+            "specs": [spec.name for spec in engine.weight_specs("only")],
+            "names": list(only),
+            "moved": differing(dict(engine.export_weights("only")), only),
+            "merged moved": differing(weights(engine), merged),
+            "outputs": (before, infer(engine, BATCHES[0], outputs), without),
+        }
+
+
 class WeightsSuite(EngineSuite):
     def exports(self, world_size: int, model: str) -> list[Any]:
         return self.once(("exported", world_size, model), lambda: self.on(world_size, exported, model))
@@ -150,6 +171,20 @@ class WeightsSuite(EngineSuite):
             assert taken == {}, "streams that were not refused"
             assert answers == ranks[0][0], "all ranks say the same"
             assert left == [], "weights that differ after a whole stream"
+
+    @offered(Capability.ADAPTER)
+    def test_the_adapter_alone_is_what_training_moves(self) -> None:
+        """And without it the model is the one that training began with."""
+        arguments = (self.model_of_suite(), self.loss(), self.outputs())
+        for each in self.on(self.worlds_used()[-1], adapter_in_use, *arguments):
+            assert each["answer"] == "taken"
+            assert each["names"] == each["specs"] != [], "the order of weight_specs('only')"
+            assert each["moved"], "training moves the adapter"
+            assert each["merged moved"], "and with it the merged weights"
+            before, after, without = each["outputs"]
+            for name in before or ():
+                torch.testing.assert_close(without[name], before[name], atol=2e-5, rtol=1e-4)
+                assert (after[name] - before[name]).abs().max() > 1e-4
 
     @absent(Capability.ADAPTER)
     def test_an_adapter_alone_is_refused(self) -> None:

@@ -1,0 +1,190 @@
+"""Faults that are put into a sound engine, each of which the suite must find; here those of numbers. They know the
+protocol, not the engine, but for the schedule's place in a checkpoint.
+
+A fault overrides methods of the engine's class, so that what it doesn't touch is as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import attrs
+import torch
+from tensordict import TensorDict
+
+from core.batch import with_metadata
+from core.protocols import LossScale, MicroResult, StepInfo
+from sdk.conformance.base import Mutant
+
+MUTANTS: list[Mutant] = []
+FaultClass = TypeVar("FaultClass", bound=type["Fault"])
+SUM = "test_the_gradient_is_the_sum_of_shares_over"
+
+
+class Fault:
+    """Base of the faults, put before the engine's class; `super()` is the engine."""
+
+    @classmethod
+    def put_into(cls, engine: Any) -> Any:
+        engine.__class__ = type(cls.__name__, (cls, type(engine)), {})
+        return engine
+
+    if TYPE_CHECKING:  # what the engine has
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+def caught_by(*tests: str) -> Callable[[FaultClass], FaultClass]:
+    """Name the tests that must find a fault; its docstring says what it does wrong."""
+
+    def register(cls: FaultClass) -> FaultClass:
+        doc = " ".join((cls.__doc__ or "").split()).rstrip(".")
+        MUTANTS.append(Mutant(doc, tests, built=f"{cls.__module__}:{cls.__name__}.put_into"))
+        return cls
+
+    return register
+
+
+class PassFault(Fault):
+    """Changes what a pass is given, the loss, or what comes of it."""
+
+    def given(self, batches: list[TensorDict], training: bool) -> list[TensorDict]:
+        return batches
+
+    def share(self, share: torch.Tensor, num_micro: int) -> torch.Tensor:
+        return share
+
+    def results(self, results: list[MicroResult], batches: Sequence[TensorDict]) -> list[MicroResult]:
+        return results
+
+    def changed(self, results: list[MicroResult], change: Callable[[torch.Tensor], torch.Tensor]) -> list[MicroResult]:
+        """Results with every output changed."""
+
+        def of(made: TensorDict) -> TensorDict:
+            return TensorDict({name: change(value) for name, value in made.items()}, made.batch_size)
+
+        return [each if each.outputs is None else attrs.evolve(each, outputs=of(each.outputs)) for each in results]
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[TensorDict],
+        loss_fn: Any,
+        scale: LossScale,
+        *,
+        forward_only: bool = False,
+        outputs: frozenset[str] = frozenset(),
+    ) -> list[MicroResult] | None:
+        loss = None if loss_fn is None else FaultyLoss(loss_fn, self, len(micro_batches))
+        batches = self.given(list(micro_batches), not forward_only)
+        results = super().forward_backward(  # type: ignore[misc]
+            batches, loss, scale, forward_only=forward_only, outputs=outputs
+        )
+        return results and self.results(results, micro_batches)
+
+
+class FaultyLoss:
+    def __init__(self, inner: Any, fault: PassFault, num_micro: int) -> None:
+        self.inner, self.needs, self.fault, self.num_micro = inner, inner.needs, fault, num_micro
+
+    def __call__(self, outputs: Any, batch: Any, scale: Any) -> Any:
+        share, metrics = self.inner(outputs, batch, scale)
+        return self.fault.share(share, self.num_micro), metrics
+
+
+@caught_by("test_outputs_are_aligned_with_tokens_and_zero_elsewhere", "test_each_micro_batch_has_its_own_results")
+class PermutesRows(PassFault):
+    """gives a micro-batch's rows in another order"""
+
+    def results(self, results: list[MicroResult], batches: Sequence[TensorDict]) -> list[MicroResult]:
+        return self.changed(results, lambda value: value.flip(0))
+
+
+@caught_by("test_each_micro_batch_has_its_own_results_in_order")
+class PermutesMicroBatches(PassFault):
+    """gives results in another order than the micro-batches'"""
+
+    def results(self, results: list[MicroResult], batches: Sequence[TensorDict]) -> list[MicroResult]:
+        return results[::-1]
+
+
+@caught_by("test_outputs_are_aligned_with_tokens_and_zero_elsewhere")
+class ShiftsOutputs(PassFault):
+    """gives log-probs one token too early"""
+
+    def results(self, results: list[MicroResult], batches: Sequence[TensorDict]) -> list[MicroResult]:
+        return self.changed(results, lambda value: value.roll(-1, 1))
+
+
+@caught_by("test_outputs_are_of_the_batchs_temperature")
+class IgnoresTemperature(PassFault):
+    """ignores the batch's temperature"""
+
+    def given(self, batches: list[TensorDict], training: bool) -> list[TensorDict]:
+        return [with_metadata(batch.copy(), temperature=1.0) for batch in batches]
+
+
+@caught_by(f"{SUM}_micro_batches")
+class DropsLastMicroBatch(PassFault):
+    """trains on all micro-batches but the last"""
+
+    def given(self, batches: list[TensorDict], training: bool) -> list[TensorDict]:
+        return batches[: max(1, len(batches) - 1)] if training else batches
+
+
+@caught_by(f"{SUM}_micro_batches")
+class AveragesMicroBatches(PassFault):
+    """averages the gradient over micro-batches"""
+
+    def share(self, share: torch.Tensor, num_micro: int) -> torch.Tensor:
+        return share / num_micro
+
+
+@caught_by(f"{SUM}_dp_ranks[world 2]")
+class AveragesRanks(PassFault):
+    """averages the gradient over dp ranks"""
+
+    def share(self, share: torch.Tensor, num_micro: int) -> torch.Tensor:
+        return share / self.mesh.dp_size  # type: ignore[no-any-return]
+
+
+@caught_by("test_filler_rows_change_nothing")
+class CountsFiller(PassFault):
+    """counts filler rows as real ones"""
+
+    def given(self, batches: list[TensorDict], training: bool) -> list[TensorDict]:
+        return [batch.copy().set("row_weight", torch.ones_like(batch["row_weight"])) for batch in batches]
+
+
+@caught_by("test_evaluations_and_dropped_gradients_do_not_count", f"{SUM}_dp_ranks")
+class ForgetsToZero(Fault):
+    """forgets to zero gradients"""
+
+    def optimizer_zero_grad(self) -> None:
+        pass
+
+
+@caught_by("test_clipped_and_scheduled_steps_are_those_of_one_process")
+class ClippedNorm(Fault):
+    """gives the norm after clipping"""
+
+    def optimizer_step(self) -> StepInfo:
+        info: StepInfo = super().optimizer_step()  # type: ignore[misc]
+        return attrs.evolve(info, grad_norm=min(info.grad_norm, 0.5))
+
+
+@caught_by("test_clipped_and_scheduled_steps_are_those_of_one_process", "test_the_schedule_is_the_one_of_the_options")
+class NextRate(Fault):
+    """gives the next step's learning rate instead of the one just used"""
+
+    def lr_scheduler_step(self) -> float:
+        super().lr_scheduler_step()  # type: ignore[misc]
+        return float(self._training().lr)
+
+
+@caught_by("test_gradients_that_are_not_finite_change_nothing")
+class SkipsSilently(Fault):
+    """doesn't say that it skipped a step"""
+
+    def optimizer_step(self) -> StepInfo:
+        return attrs.evolve(super().optimizer_step(), skipped=False)  # type: ignore[misc,no-any-return]

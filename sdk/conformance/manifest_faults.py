@@ -1,0 +1,97 @@
+"""Faults of meshes, planners and manifests: see engine_faults."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from core.manifest import Capability, Plan
+from core.mesh import MeshLayout, Route
+from core.registry import Entry
+from sdk.conformance.base import Mutant
+from sdk.conformance.engine_faults import MUTANTS, Fault, caught_by
+
+
+@caught_by("test_it_runs_where_the_planner_said[world 2]")
+class OtherDpRank(Fault):
+    """states another dp rank than the planned one"""
+
+    @property
+    def mesh(self) -> Any:
+        real = super().mesh  # type: ignore[misc]
+        return attrs.evolve(real, route=Route(real.route.dp_ranks[::-1], real.route.collected))
+
+
+@caught_by("test_dp_ranks_have_no_gaps_and_each_has_one_collector[world 2]")
+class TwoCollectors(Fault):
+    """has one dp rank collected twice"""
+
+    @property
+    def mesh(self) -> Any:
+        real = super().mesh  # type: ignore[misc]
+        ranks = range(real.layout.world_size)
+        return attrs.evolve(real, route=Route((0,) * len(ranks), frozenset(ranks)))
+
+
+def entry_fault(name: str, *tests: str) -> Callable[[Callable[[Entry], Entry]], Callable[[Entry], Entry]]:
+    def register(fault: Callable[[Entry], Entry]) -> Callable[[Entry], Entry]:
+        MUTANTS.append(Mutant(name, tests, entry=fault))
+        return fault
+
+    return register
+
+
+def with_manifest(entry: Entry, **changes: Any) -> Entry:
+    return attrs.evolve(entry, manifest=entry.manifest and attrs.evolve(entry.manifest, **changes))
+
+
+def offers(entry: Entry) -> frozenset[Capability]:
+    return entry.manifest.capabilities if entry.manifest else frozenset()
+
+
+@entry_fault("imports torch in its manifest", "test_listing_and_planning_import_nothing_heavy")
+def imports_torch(entry: Entry) -> Entry:
+    return attrs.evolve(entry, module="sdk.reference")
+
+
+@entry_fault("plans by the environment", "test_the_planner_reads_no_environment")
+def plans_by_environment(entry: Entry) -> Entry:
+    return with_manifest(entry, planner=f"{__name__}:plan_by_environment")
+
+
+@entry_fault("plans otherwise when asked again", "test_the_planner_gives_the_same_answer_twice")
+def plans_by_turn(entry: Entry) -> Entry:
+    return with_manifest(entry, planner=f"{__name__}:plan_by_turn")
+
+
+@entry_fault("requires what isn't installed", "test_what_it_requires_is_installed_in_a_version_that_it_names")
+def requires_too_much(entry: Entry) -> Entry:
+    return with_manifest(entry, requires=(("torch>=99",),))
+
+
+@entry_fault("moves to CPU, which its manifest doesn't offer", "test_moving_to_cpu_is_refused")
+def hides_offload(entry: Entry) -> Entry:
+    return with_manifest(entry, capabilities=offers(entry) - {Capability.OFFLOAD})
+
+
+@entry_fault("offers an adapter that it doesn't have", "test_the_adapter_alone_is_what_training_moves")
+def claims_adapter(entry: Entry) -> Entry:
+    return with_manifest(entry, capabilities=offers(entry) | {Capability.ADAPTER})
+
+
+def plan_by_environment(config: Any, world_size: int, model: Any) -> Plan:
+    sizes = {"dp": world_size} if "MANYMESH_DP" not in os.environ else {"tp": world_size}
+    layout = MeshLayout.of(**sizes)
+    return Plan({"dense": layout}, layout.route(tuple(sizes)))
+
+
+_turns = itertools.count()
+
+
+def plan_by_turn(config: Any, world_size: int, model: Any) -> Plan:
+    layout = MeshLayout.of(**{f"dp{next(_turns)}": world_size})
+    return Plan({"dense": layout}, layout.route(layout.axes))

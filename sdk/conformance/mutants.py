@@ -1,0 +1,188 @@
+"""Runs the suites on backends with a fault in them, to see that each fault is found.
+
+python -m sdk.conformance.mutants                                # engine fsdp, rollout hf: a table
+python -m sdk.conformance.mutants --write docs/conformance.md    # and into the page, between its marks
+python -m sdk.conformance.mutants --engine megatron --all        # every test on every fault (minutes)
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from sdk.conformance.base import Conformance, Mutant, Session
+from sdk.conformance.plugin import SESSION, suite_of
+
+BEGIN = "<!-- mutants: written by `python -m sdk.conformance.mutants --write docs/conformance.md` -->"
+END = "<!-- mutants: end -->"
+MODULE = """\
+from sdk.conformance import mutants
+globals().update(mutants.classes({kind!r}, {backend!r}, {names!r}))
+"""
+
+
+@attrs.define
+class Found:
+    """What became of a mutant: the tests that failed on it, each with the first line of why, and those that passed."""
+
+    mutant: Mutant
+    failed: dict[str, str] = attrs.field(factory=dict)
+    passed: list[str] = attrs.field(factory=list)
+
+    @property
+    def caught(self) -> bool:
+        """Whether a test judged it wrong. A rank that crashed is no judgement: the fault may have broken itself."""
+        return any(not why.startswith("RuntimeError") for why in self.failed.values())
+
+
+def mutants_of(kind: str) -> list[Mutant]:
+    """All faults for a kind of backend."""
+    if kind == "rollout":
+        from sdk.conformance.rollout_mutants import MUTANTS as rollouts
+
+        return list(rollouts)
+    from sdk.conformance.engine_mutants import MUTANTS as engines
+
+    return list(engines)
+
+
+def classes(kind: str, backend: str, names: Sequence[str]) -> dict[str, type[Conformance]]:
+    """A suite for each mutant, by the name that pytest looks for."""
+    import sdk.conformance as kit
+
+    suite: Any = kit.EngineConformance if kind == "engine" else kit.RolloutConformance
+    made = {}
+    for number, mutant in enumerate(mutants_of(kind)):
+        if mutant.name in names:
+            name = f"TestMutant{number}"
+            made[name] = type(name, (suite,), {"__module__": __name__, "backend": backend, "mutant": mutant})
+    return made
+
+
+class Collector:
+    """pytest's side: keeps the tests that are to find a mutant, shares the outer session's ranks, notes outcomes."""
+
+    def __init__(self, session: Session | None, every: bool) -> None:
+        self._session, self._every = session, every
+        self.found: dict[str, Found] = {}
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        if self._session is not None:
+            config.stash[SESSION] = self._session
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if self._wanted(item)]
+
+    def _wanted(self, item: pytest.Item) -> bool:
+        mutant = self._mutant(item)
+        return self._every or any(is_named(item.name, name) for name in mutant.tests)
+
+    def _mutant(self, item: pytest.Item) -> Mutant:
+        suite = suite_of(item)
+        assert suite is not None
+        assert suite.mutant is not None
+        self.found.setdefault(suite.mutant.name, Found(suite.mutant))
+        return suite.mutant
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> Any:
+        report = yield
+        found = self.found[self._mutant(item).name]
+        if report.failed:
+            from sdk.conformance.report import last_line
+
+            found.failed[item.name] = last_line(report)
+        elif report.when == "call":
+            found.passed.append(item.name)
+        return report
+
+
+def is_named(item: str, name: str) -> bool:
+    """A test by its whole name, or with whatever parameters, or by how its name begins."""
+    return item.startswith(name)
+
+
+def run(
+    kind: str, backend: str, mutants: Sequence[Mutant], session: Session | None = None, *, every: bool = False
+) -> list[Found]:
+    """Run the tests that are named for the mutants (or every test) on each.
+
+    Args:
+        session: of a pytest session around this, whose ranks are used then.
+    """
+    collector = Collector(session, every)
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, f"test_{Path(directory).name}.py")  # a name of its own: modules are cached by it
+        file.write_text(MODULE.format(kind=kind, backend=backend, names=[mutant.name for mutant in mutants]))
+        quiet = ["-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:timeout"]
+        options = [*quiet, "-c", "/dev/null", "--rootdir", directory, "--import-mode=importlib", "-W", "ignore"]
+        status = pytest.main([str(file), *options], plugins=[collector])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise RuntimeError(f"pytest ended with {status!r}")
+    for mutant in mutants:
+        collector.found.setdefault(mutant.name, Found(mutant))
+    return [collector.found[mutant.name] for mutant in mutants]
+
+
+def table(kind: str, backend: str, found: Sequence[Found]) -> str:
+    """Markdown: what each mutant does wrong, and the tests that found it."""
+    caught = sum(each.caught for each in found)
+    lines = [f"**{kind} {backend}**: {caught} of {len(found)} found.", ""]
+    lines += [f"| {'An' if kind == 'engine' else 'A'} {kind} that ... | is found by |", "|---|---|"]
+    for each in found:
+        tests = ", ".join(f"`{name}`" for name in by_test(each.failed)) or "**nothing**"
+        lines.append(f"| {each.mutant.name} | {tests} |")
+    return "\n".join([*lines, ""])
+
+
+def by_test(names: Sequence[str] | dict[str, str]) -> list[str]:
+    """Names of tests without their parameters."""
+    return list(dict.fromkeys(re.sub(r"\[.*", "", name) for name in names))
+
+
+def write(page: Path, text: str) -> None:
+    """Put the tables between the page's marks."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"{page} has no lines {BEGIN!r} and {END!r}")
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m sdk.conformance.mutants", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--engine", default="fsdp", help="a sound engine to put faults into; '' for none")
+    parser.add_argument("--rollout", default="hf", help="a sound rollout; '' for none")
+    parser.add_argument("--only", default="", help="mutants with this in their name")
+    parser.add_argument("--all", action="store_true", help="every test on every mutant, not only the named ones")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="also write the tables into this page")
+    args = parser.parse_args(argv)
+    tables, missed = [], []
+    for kind, backend in (("engine", args.engine), ("rollout", args.rollout)):
+        mutants = [mutant for mutant in mutants_of(kind) if args.only in mutant.name] if backend else []
+        if not mutants:
+            continue
+        found = run(kind, backend, mutants, every=args.all)
+        tables.append(table(kind, backend, found))
+        missed += [each.mutant.name for each in found if not each.caught]
+        print(tables[-1])
+        for each in found:
+            for test, why in each.failed.items():
+                print(f"  {each.mutant.name}: {test}: {why[:160]}", file=sys.stderr)
+    if args.write:
+        write(args.write, "\n".join(tables))
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""The kit's own rules: tests open by capability, expected failures go stale, a score, reports; and it bites."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sdk.conformance import mutants
+from sdk.conformance.base import Mutant
+from sdk.conformance.plugin import REPORT
+from sdk.conformance.report import SuiteResult
+
+ROOT = Path(__file__).parents[2]
+SUITE = """
+import pytest
+from core.manifest import Capability
+from core.registry import EngineRegistry
+from sdk.conformance.base import Conformance, absent, offered
+
+class Suite(Conformance):
+    kind = "engine"
+
+    def test_that_holds(self): pass
+    def test_that_fails(self): assert {fails} == 2, "the reason"
+    @offered(Capability.RESHARD)
+    def test_of_what_is_offered(self): pass
+    @absent(Capability.RESHARD)
+    def test_of_what_is_absent(self): pass
+    @offered(Capability.ADAPTER)
+    def test_of_adapters(self): raise AssertionError("closed")
+    @pytest.mark.parametrize("n", [1, 2])
+    def test_of_two(self, n): assert n == 1 or {fails} == 2
+
+class TestMine(Suite):
+    backend = "fsdp"
+    expected_failures = {expected}
+"""
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.report: Any = None
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        self.report = session.config.stash[REPORT]
+
+
+def run(directory: Path, expected: dict[str, str], fails: int, *options: str) -> tuple[int, SuiteResult | None]:
+    """A session of its own, within this one."""
+    file = directory / f"test_{abs(hash(directory))}.py"  # modules are cached by name
+    file.write_text(SUITE.format(expected=expected, fails=fails))
+    recorder = Recorder()
+    quiet = ["-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:timeout"]
+    arguments = [str(file), *quiet, "-c", "/dev/null", "--rootdir", str(directory), "--import-mode=importlib", *options]
+    status = pytest.main(arguments, plugins=[recorder])
+    suites = list(recorder.report.suites.values()) if recorder.report else []
+    return status, suites[0] if suites else None
+
+
+def test_capabilities_open_and_close_tests_and_the_score_counts_what_had_to_pass(tmp_path: Path) -> None:
+    status, result = run(tmp_path, {}, 1)
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert result is not None
+    assert {test.name: test.outcome for test in result.tests.values()} == {
+        "test_that_holds": "passed",
+        "test_that_fails": "failed",
+        "test_of_what_is_offered": "passed",
+        "test_of_what_is_absent": "closed",
+        "test_of_adapters": "closed",
+        "test_of_two[1]": "passed",
+        "test_of_two[2]": "failed",
+    }
+    assert result.tests["test_of_adapters"].reason == "adapter not offered"
+    assert "the reason" in result.tests["test_that_fails"].reason
+    assert re.fullmatch(r"conformance fsdp \S+: 3 passed, 2 failed, 2 closed by capabilities; score 3/5", result.line())
+    assert result.capabilities()["reshard"] == {"offered": True, "tests": {"passed": 1}}
+    assert result.capabilities()["adapter"] == {"offered": False, "tests": {}}
+
+
+def test_an_expected_failure_is_no_failure_and_has_its_reason_in_the_line(tmp_path: Path) -> None:
+    status, result = run(tmp_path, {"test_that_fails": "why", "test_of_two[2]": "why"}, 1)
+    assert status == pytest.ExitCode.OK
+    assert result is not None
+    assert result.line().endswith(": 3 passed, 2 expected failures (why), 2 closed by capabilities; score 3/3")
+
+
+@pytest.mark.parametrize(
+    ("expected", "stale"),
+    [
+        ({"test_that_fails": "mended since"}, None),
+        ({"test_that_never_was": "why"}, "has no test 'test_that_never_was'"),
+        ({"test_of_adapters": "why"}, "is closed"),
+    ],
+    ids=["it passes", "no such test", "it is closed"],
+)
+def test_an_expected_failure_that_is_stale_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], expected: dict[str, str], stale: str | None
+) -> None:
+    status, result = run(tmp_path, expected, 2)
+    if stale is None:
+        assert status == pytest.ExitCode.TESTS_FAILED
+        assert result is not None
+        assert result.tests["test_that_fails"].outcome == "failed"
+        assert "mended since" in result.tests["test_that_fails"].reason
+    else:
+        assert status == pytest.ExitCode.USAGE_ERROR
+        assert stale in capsys.readouterr().err
+
+
+def test_reports_are_json_and_markdown_by_suffix(tmp_path: Path) -> None:
+    files = [tmp_path / "out" / "report.json", tmp_path / "report.md"]
+    run(tmp_path, {}, 1, *(f"--conformance-report={file}" for file in files))
+    data = json.loads(files[0].read_text())
+    (suite,) = data["suites"]
+    assert (data["schema"], suite["backend"], suite["score"], suite["closed"]) == (1, "fsdp", "3/5", 2)
+    assert {"name", "outcome", "reason", "seconds", "capabilities"} == set(suite["tests"][0])
+    assert "| reshard | offered | 1 passed |" in files[1].read_text()
+    assert "| `test_of_adapters` | closed | adapter not offered |" in files[1].read_text()
+
+
+def test_what_pytest_loads_in_every_session_imports_nothing_heavy() -> None:
+    code = "import sys, sdk.conformance.plugin; print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# A few of each kind here; all of them in the slow set.
+FEW = (
+    "averages the gradient over dp ranks",
+    "exports q as k, and gate as up",
+    "forgets the schedule in its checkpoint",
+    "leaks a process group",
+    "has one dp rank collected twice",
+    "imports torch in its manifest",
+    "moves to CPU, which its manifest doesn't offer",
+)
+
+
+def check(kind: str, backend: str, chosen: list[Mutant], request: pytest.FixtureRequest) -> None:
+    session = request.getfixturevalue("conformance_session")
+    found = mutants.run(kind, backend, chosen, session)
+    assert {each.mutant.name: each.failed for each in found if not each.caught} == {}, "mutants that nothing found"
+    for each in found:
+        named = [name for name in each.mutant.tests if any(mutants.is_named(test, name) for test in each.failed)]
+        assert named == list(each.mutant.tests), f"{each.mutant.name}: found by {list(each.failed)} only"
+
+
+def test_the_kit_finds_some_faults(request: pytest.FixtureRequest) -> None:
+    chosen = [mutant for mutant in mutants.mutants_of("engine") if mutant.name in FEW]
+    assert len(chosen) == len(FEW)
+    check("engine", "fsdp", chosen, request)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_the_kit_finds_every_fault_of_an_engine(request: pytest.FixtureRequest, backend: str) -> None:
+    check("engine", backend, mutants.mutants_of("engine"), request)
+
+
+def test_the_table_of_mutants_in_the_docs_is_of_these_mutants() -> None:
+    """It is written by a run (`python -m sdk.conformance.mutants --write`), so a mutant may not be missing in it."""
+    page = (ROOT / "docs/conformance.md").read_text()
+    table = page.partition(mutants.BEGIN)[2].partition(mutants.END)[0]
+    rows = set(re.findall(r"^\| (.+?) \| `test", table, re.MULTILINE))
+    assert rows == {mutant.name for kind in ("engine", "rollout") for mutant in mutants.mutants_of(kind)}
