@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from sdk.conformance.suites.manifest import ManifestSuite
-from sdk.conformance.suites.rollout_life import LifeTests
-from sdk.conformance.suites.rollout_ranks import RankTests
-from sdk.conformance.suites.rollout_rows import RowTests
-from sdk.conformance.suites.rollout_sampling import SamplingTests
-from sdk.conformance.suites.rollout_serving import ServingTests
-from sdk.conformance.suites.rollout_weights import WeightTests
+from sdk.conformance.suites.rollout_life import LifeSuite
+from sdk.conformance.suites.rollout_ranks import RankSuite
+from sdk.conformance.suites.rollout_rows import RowSuite
+from sdk.conformance.suites.rollout_sampling import SamplingSuite
+from sdk.conformance.suites.rollout_serving import ServingSuite
+from sdk.conformance.suites.rollout_weights import UpdateSuite
 
 
-class RolloutConformance(LifeTests, ServingTests, WeightTests, SamplingTests, RowTests, RankTests, ManifestSuite):
+class RolloutConformance(LifeSuite, ServingSuite, UpdateSuite, SamplingSuite, RowSuite, RankSuite, ManifestSuite):
     """Any rollout against transformers in one process, on random tiny models of 64 tokens and a context of 512.
 
     All tests share one engine, but for those on several ranks. pytest runs the last of the bases first, so the test
     that ends the engine comes last; it may come earlier.
 
     Attributes:
-        families: architectures whose weights are updated, see WeightTests; each but "untied" takes an engine of its
+        families: architectures whose weights are updated, see UpdateSuite; each but "untied" takes an engine of its
             own.
     """

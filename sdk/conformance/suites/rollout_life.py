@@ -17,7 +17,7 @@ from sdk.conformance.base import absent
 from sdk.conformance.suites.rollout_base import Held, RolloutSuite, child_processes, prompts, specs
 
 
-class LifeTests(RolloutSuite):
+class LifeSuite(RolloutSuite):
     def refuses_everything(self, rollout: Rollout) -> bool:
         calls: tuple[Callable[[], object], ...] = (
             lambda: rollout.generate(prompts([5]), self.greedy(2)),

@@ -47,7 +47,7 @@ def serves(suite: type[Conformance]) -> str:
     return ""
 
 
-class RankTests(RolloutSuite, MeshSuite):
+class RankSuite(RolloutSuite, MeshSuite):
     def model_of_suite(self) -> str:
         return self.models.directory(1)
 

@@ -18,7 +18,7 @@ RAGGED = ([1, 5, 6, 9, 30], [7], [40, 41, 42])
 MANY = [[3 + i, 3 + i * 7 % 61] for i in range(32)]
 
 
-class RowTests(RolloutSuite):
+class RowSuite(RolloutSuite):
     def test_it_is_a_rollout_of_the_contract(self, rollout: Rollout) -> None:
         assert isinstance(rollout, Rollout)
         assert rollout.weight_version == 0

@@ -88,7 +88,7 @@ def chi_square_excess(counts: torch.Tensor, probs: torch.Tensor) -> float:
     return float((((have - want) ** 2 / want).sum() - freedom) / (2 * freedom) ** 0.5)
 
 
-class SamplingTests(RolloutSuite):
+class SamplingSuite(RolloutSuite):
     @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS.keys())
     def test_log_probs_are_of_the_kind_that_is_asked_for(self, rollout: Rollout, options: dict[str, Any]) -> None:
         kind = options["log_probs"]

@@ -53,7 +53,7 @@ def log_probs_in(deltas: Sequence[GenerationDelta]) -> list[float]:
     return [value for delta in deltas for value in delta.log_probs]
 
 
-class ServingTests(RolloutSuite):
+class ServingSuite(RolloutSuite):
     @property
     def endless(self) -> SamplingParams:
         return self.greedy(LENGTH, ignore_eos=True)

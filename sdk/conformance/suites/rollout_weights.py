@@ -54,7 +54,7 @@ SPOILED: dict[str, tuple[Callable[[Weights], Weights], tuple[str, ...]]] = {
 }
 
 
-class WeightTests(RolloutSuite):
+class UpdateSuite(RolloutSuite):
     """
     Attributes:
         families: of FAMILIES, those that updates are tested with; each takes an engine of its own, but for the first.
