@@ -1,0 +1,45 @@
+"""The rollouts' suite finds faults, and none in a server that is made of a sound rollout."""
+
+from __future__ import annotations
+
+import pytest
+
+from sdk.conformance import RolloutConformance, mutants
+from sdk.conformance.base import Mutant
+from sdk.conformance.rollout_serving_faults import SOUND
+
+# A few here; all of them in the slow set.
+FEW = (
+    "gives log-probs one token too early",
+    "draws by a row's place in the batch instead of its prompt_id",
+    "keeps the KV cache of prompts over an update",
+    "loads keys as values",
+    "takes an unknown mode of pause for keep",
+)
+
+
+def check(chosen: list[Mutant], request: pytest.FixtureRequest) -> None:
+    found = mutants.run("rollout", "hf", chosen, request.getfixturevalue("conformance_session"))
+    for each in found:
+        missed = [name for name in each.mutant.tests if not any(mutants.is_named(test, name) for test in each.failed)]
+        assert missed == [], f"a rollout that {each.mutant.name}: found by {list(each.failed)} only"
+
+
+def test_the_suite_finds_some_faults(request: pytest.FixtureRequest) -> None:
+    chosen = [mutant for mutant in mutants.mutants_of("rollout") if mutant.name in FEW]
+    assert len(chosen) == len(FEW)
+    check(chosen, request)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_suite_finds_every_fault(request: pytest.FixtureRequest) -> None:
+    check(mutants.mutants_of("rollout"), request)
+
+
+@pytest.mark.slow
+class TestServed(RolloutConformance):
+    backend = "hf"
+    mutant = SOUND
+    worlds = (2,)
+    families = ("untied",)
