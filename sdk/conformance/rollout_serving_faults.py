@@ -55,7 +55,7 @@ class ServingFault(Fault):
 class WithholdsTokens(ServingFault):
     """gives a request's tokens when it has ended"""
 
-    async def given(self, stream: Deltas) -> Deltas:  # type: ignore[override]
+    async def given(self, stream: Deltas) -> Deltas:
         for delta in [delta async for delta in stream]:
             yield delta
 
@@ -64,7 +64,7 @@ class WithholdsTokens(ServingFault):
 class HidesAborts(ServingFault):
     """says of aborted requests that they stopped"""
 
-    async def given(self, stream: Deltas) -> Deltas:  # type: ignore[override]
+    async def given(self, stream: Deltas) -> Deltas:
         async with aclosing(stream):  # type: ignore[type-var]
             async for delta in stream:
                 yield attrs.evolve(delta, finish_reason="stop") if delta.finish_reason == "abort" else delta
@@ -116,7 +116,7 @@ class PausesAnyhow(ServingFault):
 class SaysFirstVersion(ServingFault):
     """says of all of a request's tokens that the weights sampled them with which it began"""
 
-    async def given(self, stream: Deltas) -> Deltas:  # type: ignore[override]
+    async def given(self, stream: Deltas) -> Deltas:
         first = None
         async with aclosing(stream):  # type: ignore[type-var]
             async for delta in stream:
@@ -147,7 +147,7 @@ class TakesSamples(ServingFault):
 class RefusesLate(ServingFault):
     """refuses a request when its first token is asked for"""
 
-    async def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Deltas:  # type: ignore[override]
+    async def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Deltas:
         async with aclosing(super().submit(prompt_ids, sampling, **options)) as stream:  # type: ignore[type-var]
             async for delta in stream:
                 yield delta

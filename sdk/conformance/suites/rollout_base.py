@@ -282,7 +282,7 @@ def capability_of(kind: LogProbKind) -> Capability:
 
 def child_processes() -> frozenset[int]:
     """Ids of the processes below this one, but for Python's own resource tracker, which stays."""
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     found = set()
     for each in psutil.Process().children(recursive=True):
