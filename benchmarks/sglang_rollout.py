@@ -106,9 +106,8 @@ def _weights(model: str) -> dict[str, Any]:
 class _Ours:
     """A rollout of the registry."""
 
-    def __init__(self, model: str) -> None:
-        self._model, self._rollouts = model, {"": self._made("sglang")}
-        self._prepare()
+    _model: str
+    _rollouts: dict[str, Any]  # by way of weights; "" generates
 
     def _made(self, backend: str, **options: Any) -> Any:
         from core.registry import EngineRegistry
@@ -144,7 +143,10 @@ class _Ours:
 
 
 class OurEngine(_Ours):
-    pass
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._rollouts = {"": self._made("sglang")}
+        self._prepare()
 
 
 class OurServers(_Ours):
