@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -31,11 +32,16 @@ class Gate:
 def offered(*capabilities: Capability) -> Callable[[Test], Test]:
     """A test of what a backend offers: closed where the manifest lacks any of the capabilities."""
 
-    def closed(suite: type[Conformance]) -> str:
-        lacks = [each for each in capabilities if each not in suite.capabilities()]
-        return f"{', '.join(lacks)} not offered" if lacks else ""
+    def mark(test: Test) -> Test:
+        for each in capabilities:
+            test = gate(partial(_lacks, each), each)(test)
+        return test
 
-    return gate(closed, capabilities[0])
+    return mark
+
+
+def _lacks(capability: Capability, suite: type[Conformance]) -> str:
+    return "" if capability in suite.capabilities() else f"{capability} not offered"
 
 
 def absent(capability: Capability) -> Callable[[Test], Test]:

@@ -209,25 +209,6 @@ def test_padding_of_the_vocabulary_is_zero_after_a_load(on, saved) -> None:
     assert on(4, job) == [0, 0, 8 * 64 * 3, 24 * 64 * 3]
 
 
-def test_a_checkpoint_before_the_first_step_goes_on_too(on, qwen3, tmp_path) -> None:
-    path = str(tmp_path / "start")
-
-    def job(rank: int, world_size: int) -> None:
-        with engine_of(qwen3) as engine:
-            engine.save_checkpoint(path, step=0)
-            step(engine, BATCHES[0], 2)
-            want = weights(engine)
-            engine.load_checkpoint(path)
-            step(engine, BATCHES[0], 2)
-            assert differing(weights(engine), want) == []
-        with engine_of(qwen3) as other:  # no state was made before this one loads
-            other.load_checkpoint(path)
-            step(other, BATCHES[0], 2)
-            assert differing(weights(other), want) == []
-
-    on(2, job)
-
-
 def test_random_generators_go_on_at_the_same_sizes_and_are_left_alone_at_others(on, qwen3, tmp_path) -> None:
     path = str(tmp_path / "a")
 

@@ -37,7 +37,6 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_si
 PLAIN = {"distributed_optimizer": False}
 
 CASES = [
-    case("one rank", 1),
     case("tp2", 2, "llama", **sizes(tp=2)),
     case("tp2 sp, packed", 2, **sizes(tp=2), **SP, packing=True),
     case("tp4, fewer key-value heads", 4, **sizes(tp=4), slow=True),

@@ -10,8 +10,6 @@ import pytest
 import torch
 from named_models import SIZES, built, differing, random_dir, saved
 
-from core.errors import Refused
-
 CASES = [
     *[("qwen3", sizes) for sizes in ("dp4", "tp4", "pp2", "tp2 pp2", "pp2 vpp2")],
     *[("tied", sizes) for sizes in ("tp2", "tp2 pp2", "pp2 vpp2")],
@@ -205,28 +203,3 @@ def test_a_value_head_is_saved_as_score(on, model_dir, tmp_path, sizes) -> None:
             assert differing(dict(model.weights.export("all")), saved(tmp_path)) == []
 
     on(4, job)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda stream: {"model.nonsense": torch.ones(1)} | stream, "unexpected: ['model.nonsense']"),
-        (
-            lambda stream: {k: v for k, v in stream.items() if k != "model.norm.weight"},
-            "1 missing: ['model.norm.weight']",
-        ),
-        (lambda stream: stream | {"model.norm.weight": torch.ones(3)}, "another shape"),
-    ],
-    ids=["unexpected", "missing", "shape"],
-)
-def test_all_ranks_refuse_a_stream_of_other_weights(on, model_dir, spoil, message) -> None:
-    path = random_dir(model_dir, "qwen3")
-
-    def job(rank: int, world_size: int) -> str:
-        with built(path, "tp2 pp2") as model, pytest.raises(Refused) as refusal:
-            model.weights.load(iter(spoil(saved(path)).items()))
-        return str(refusal.value)
-
-    texts = on(4, job)
-    assert message in texts[0]
-    assert len(set(texts)) == 1

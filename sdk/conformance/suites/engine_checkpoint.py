@@ -63,6 +63,23 @@ def load_and_go_on(rank: int, world_size: int, subject: Subject, model: str, los
         return Run(at, saved, weights(engine), rates, drawn)
 
 
+def at_the_start(
+    rank: int, world_size: int, subject: Subject, model: str, loss: LossFn, path: str
+) -> tuple[int, list[Tensors]]:
+    """A checkpoint before the first step: the weights after a step on from it, without it, with it, in a new engine."""
+    ends = []
+    with engine_of(subject, model, DECAYING) as engine:
+        engine.save_checkpoint(path, step=0)
+        for _ in range(2):
+            step(engine, BATCHES[0], loss)
+            ends.append(weights(engine))
+            at = engine.load_checkpoint(path)
+    with engine_of(subject, model, DECAYING) as fresh:
+        fresh.load_checkpoint(path)
+        step(fresh, BATCHES[0], loss)
+        return at, [*ends, weights(fresh)]
+
+
 def load_only(rank: int, world_size: int, subject: Subject, model: str, path: str) -> str:
     with engine_of(subject, model, DECAYING) as engine:
         return answer_to(lambda: engine.load_checkpoint(path))
@@ -191,6 +208,14 @@ class CheckpointSuite(EngineSuite):
         runs = self.on(world_size, load_and_go_on, self.model_of_suite(), self.loss(), path)
         self.check(runs, unbroken[0])
         assert [run.drawn for run in runs] == [run.drawn for run in unbroken], "random generators go on"
+
+    @offered(Capability.CHECKPOINT)
+    def test_a_checkpoint_before_the_first_step_goes_on_too(self, tmp_path: Path) -> None:
+        """The optimizer's state is there before the first step, and is that of no step."""
+        arguments = (self.model_of_suite(), self.loss(), str(tmp_path / "start"))
+        for at, ends in self.on(self.worlds_used()[-1], at_the_start, *arguments):
+            assert at == 0
+            assert all(movement_error(end, ends[0], self.plain().start) < 1e-5 for end in ends)
 
     @offered(Capability.CHECKPOINT, Capability.RESHARD)
     def test_training_goes_on_at_another_number_of_ranks(self) -> None:

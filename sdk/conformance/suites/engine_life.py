@@ -168,6 +168,10 @@ def eval_between(
                 engine.optimizer_zero_grad()
             engine.forward_backward(micro_batches(engine, batch), loss, scale_of(batch))
             infer(engine, BATCHES[2], outputs)
+            if engine.mesh.layout.size("pp") == 1:  # an evaluation that fails, on all ranks
+                given = micro_batches(engine, BATCHES[2], 2)
+                failing = partial(engine.forward_backward, given, RefusesSecond(loss), scale_of(BATCHES[2]))
+                assert answer_to(partial(failing, forward_only=True)) == "refused: the batch lacks a column"
             engine.optimizer_step()
             engine.lr_scheduler_step()
         return weights(engine)

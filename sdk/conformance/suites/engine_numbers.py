@@ -47,8 +47,13 @@ def infer_parts(
         given = micro_batches(engine, batch, 3)
         with engine.eval_mode():
             results = engine.forward_backward(given, loss, scale_of(batch), forward_only=True, outputs=outputs)
+            asked = frozenset(sorted(outputs)[:1])
+            some = engine.forward_backward(given, None, scale_of(batch), forward_only=True, outputs=asked)
+            none = engine.forward_backward(given, loss, scale_of(batch), forward_only=True)
         if results is None:
             return None
+        assert all(each.outputs.keys() == asked for each in some), "outputs are those that were asked for"
+        assert all(each.outputs is None for each in none), "no outputs where none were asked for"
         parts = [
             (
                 dict(each.outputs.items()),
