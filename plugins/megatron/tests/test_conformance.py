@@ -1,5 +1,7 @@
 """The contract, by the conformance kit: both kinds of model, without and with parallel parts."""
 
+import pytest
+
 from sdk.conformance import EngineConformance
 
 
@@ -7,10 +9,17 @@ class TestMegatron(EngineConformance):
     backend = "megatron"
 
 
+class TestMegatronPipelineParallel(EngineConformance):
+    backend = "megatron"
+    config = {"pipeline_parallel": 2}  # noqa: RUF012
+    worlds = (2,)
+
+
+@pytest.mark.slow
 class TestMegatronTensorAndPipelineParallel(EngineConformance):
     backend = "megatron"
     config = {"tensor_parallel": 2, "pipeline_parallel": 2}  # noqa: RUF012
-    worlds = (4,)
+    worlds = (4, 8)
 
 
 class TestMegatronValueModel(EngineConformance):

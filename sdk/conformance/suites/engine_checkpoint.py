@@ -210,6 +210,7 @@ class CheckpointSuite(EngineSuite):
         assert [run.drawn for run in runs] == [run.drawn for run in unbroken], "random generators go on"
 
     @offered(Capability.CHECKPOINT)
+    @same_for_every_model_type
     def test_a_checkpoint_before_the_first_step_goes_on_too(self, tmp_path: Path) -> None:
         """The optimizer's state is there before the first step, and is that of no step."""
         arguments = (self.model_of_suite(), self.loss(), str(tmp_path / "start"))
@@ -218,6 +219,7 @@ class CheckpointSuite(EngineSuite):
             assert all(movement_error(end, ends[0], self.plain().start) < 1e-5 for end in ends)
 
     @offered(Capability.CHECKPOINT, Capability.RESHARD)
+    @same_for_every_model_type
     def test_training_goes_on_at_another_number_of_ranks(self) -> None:
         first, last = self.worlds_used()[0], self.worlds_used()[-1]
         for saved_at, loaded_at in {(first, last), (last, first)}:

@@ -263,17 +263,20 @@ def spoilt(source: str, directory: Path, how: str) -> str:
 
 
 class LifeSuite(EngineSuite):
+    @same_for_every_model_type
     def test_an_engine_is_there_between_initialize_and_shutdown(self, world_size: int) -> None:
         for each in self.lives(world_size):
             assert each["answers"].pop("is an Engine"), "it is no core.protocols.Engine"
             for when, answer in each["answers"].items():
                 assert answer.startswith("refused"), f"{when}: {answer}"
 
+    @same_for_every_model_type
     def test_nothing_is_left_of_an_engine_that_was_shut_down(self, world_size: int) -> None:
         """No process group, no child process, nothing in the environment."""
         for each in self.lives(world_size):
             assert each["left"] == {}, "what is left, before and after"
 
+    @same_for_every_model_type
     def test_an_engine_can_be_initialized_again(self, world_size: int) -> None:
         for each in self.lives(world_size):
             first, again = each["steps"]
@@ -284,6 +287,7 @@ class LifeSuite(EngineSuite):
         made = self.once(("lives", world_size), lambda: self.on(world_size, open_and_close, model, self.loss()))
         return [each | {"answers": dict(each["answers"])} for each in made]
 
+    @same_for_every_model_type
     def test_bad_requests_are_refused_and_leave_the_engine_as_it_was(self, world_size: int) -> None:
         model, plain = self.model_of_suite(), self.plain()
         for answers, end, without in self.on(world_size, answers_to_bad_requests, model, self.loss(), BATCHES[:2]):
@@ -303,6 +307,7 @@ class LifeSuite(EngineSuite):
         assert at in answers[0], "the message names the directory"
         assert set(answers) == {answers[0]}, "all ranks say the same"
 
+    @same_for_every_model_type
     def test_gradients_that_are_not_finite_change_nothing(self) -> None:
         """One rank's bad row is enough, and all ranks skip."""
         plain = self.plain()
@@ -314,6 +319,7 @@ class LifeSuite(EngineSuite):
             assert not each["then skipped"]
             assert movement_error(each["end"], plain.end, plain.start) < 1e-3, "the next step"
 
+    @same_for_every_model_type
     def test_evaluations_and_dropped_gradients_do_not_count(self, world_size: int) -> None:
         plain, model = self.plain(), self.model_of_suite()
         for end in self.on(world_size, eval_between, model, self.loss(), self.outputs()):
@@ -352,6 +358,7 @@ class LifeSuite(EngineSuite):
             assert rates == pytest.approx(want)
 
     @offered(Capability.OFFLOAD)
+    @same_for_every_model_type
     @pytest.mark.parametrize("how", ["by to()", "by options"])
     def test_training_with_everything_on_cpu_between_phases_is_the_same(self, world_size: int, how: str) -> None:
         configured = how == "by options"
