@@ -217,8 +217,9 @@ class HttpEngine:
             while any(each.asked and not each.aborted for each in self._running.values()):
                 await asyncio.sleep(POLL_S)
         await self._post("/pause_generation", {"mode": "retract"})
-        # The pause is not acknowledged; an answer to what comes behind it is.
-        await self._client.call("GET", "/server_info", timeout_s=CALL_S)
+        # The pause is not acknowledged; what comes behind it is, and changes nothing.
+        info = await self._client.call("GET", "/model_info", timeout_s=CALL_S)
+        await self._name_version(info["weight_version"], CALL_S)
 
     async def resume(self) -> None:
         await self._post("/continue_generation", {})
@@ -244,8 +245,12 @@ class HttpEngine:
     async def end_load(self, version: int) -> None:
         await self._way.end()
         await self._client.call("POST", "/flush_cache", timeout_s=self._timeout_s)
-        body = {"new_version": str(version), "abort_all_requests": False}
-        await told(self._client, "/update_weight_version", body, self._timeout_s)
+        await self._name_version(str(version), self._timeout_s)
+
+    async def _name_version(self, name: str, timeout_s: float) -> None:
+        await told(
+            self._client, "/update_weight_version", {"new_version": name, "abort_all_requests": False}, timeout_s
+        )
 
     async def abort_load(self) -> bool:
         await self._way.abort()
