@@ -55,6 +55,7 @@ class SglangRollout:
         self._loading = False  # SGLang's own update is open
         self._asleep: frozenset[str] = frozenset()
         self._version: int | None = None
+        self._whole: int | None = None  # while an update is under way and nothing was loaded: the version that is there
 
     @property
     def mesh(self) -> RankMesh:
@@ -168,7 +169,7 @@ class SglangRollout:
             )
         check_specs(specs, self._expected)
         self.abort_weight_update()
-        self._version = None
+        self._whole, self._version = self._version, None
         self._update = Announced(specs, self._expected), version
 
     def load_bucket(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -201,11 +202,13 @@ class SglangRollout:
         self._update, self._version = None, version
 
     def abort_weight_update(self) -> None:
-        """Forget the update. Weights are loaded as they come, so weight_version stays None if one was under way."""
-        self._update = None
+        """Forget the update. Where nothing was loaded yet, the version before it is valid again; else there is none."""
+        update, self._update = self._update, None
         if self._loading and self._engine is not None:
             self._loading = False
             self._engine.end_update()
+        elif update is not None:
+            self._version = self._whole
 
     def _under_way(self) -> tuple[Announced, int]:
         if self._update is None:
