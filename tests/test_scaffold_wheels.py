@@ -4,6 +4,8 @@ manymesh, found, checked and trained with."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from sdk.scaffold.generate import generate
 from sdk.scaffold.names import Names
 from tests.test_wheels import CONFIG, MAKE_DATA, ROOT, run
 
+EXAMPLE = ROOT / "examples/plugins/ddp_engine"
 PLUGINS = (Names.of("acme-engine", "engine"), Names.of("manymesh-acme", "rollout"))
 
 
@@ -55,3 +58,21 @@ def test_new_plugins_install_as_wheels_pass_the_kit_and_train(tmp_path: Path) ->
     run([python, "-m", "manymesh.recipes.grpo", "--config", "config.yaml"], tmp_path)
     steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert len(steps) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_example_of_an_engine_on_ddp_passes_the_kit(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    install = ["install", "-q", "--no-deps", "--no-build-isolation", "--target", str(site), str(EXAMPLE)]
+    run([sys.executable, "-m", "pip", *install], tmp_path)
+    script = Path(sys.executable).with_name("pytest")
+    done = subprocess.run(
+        [str(script), "-q", "-p", "no:cacheprovider"],
+        cwd=EXAMPLE,
+        env=os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "conformance ddp-engine 0.1.0" in done.stdout
