@@ -15,7 +15,7 @@ from core.device import choose_device
 from core.dispatch import on_mesh, register
 from core.errors import Refused
 from core.protocols import MemoryTag, Rollout, SamplingParams
-from core.registry import EngineRegistry
+from core.registry import Choice, EngineRegistry
 from manymesh.workers.agreed import AGREED
 from manymesh.workers.transfer.link import ReceivesWeights
 
@@ -35,6 +35,7 @@ class RolloutWorkerConfig:
         bucket_mb: weights of the same process are handed over in loads of about this size, MiB.
         release_after_generate: give the rollout's memory back after each generate; new weights refill it.
         device: torch device type; None for what the machine has.
+        choice: as TrainingWorkerConfig's.
     """
 
     backend: str = "hf"
@@ -42,6 +43,7 @@ class RolloutWorkerConfig:
     bucket_mb: int = 256
     release_after_generate: bool = False
     device: str | None = None
+    choice: Choice | None = None
 
 
 class GeneratingWorker(ReceivesWeights):
@@ -51,7 +53,9 @@ class GeneratingWorker(ReceivesWeights):
     rollout_config: RolloutWorkerConfig | None = None
 
     def build_rollout(self, config: RolloutWorkerConfig) -> None:
-        rollout: Rollout = EngineRegistry.new(None, config.backend, config.engine, config.device, kind="rollout")
+        rollout: Rollout = EngineRegistry.new(
+            None, config.backend, config.engine, config.device, kind="rollout", expect=config.choice
+        )
         self.rollout, self.rollout_config = rollout, config
         self.add_mesh("rollout", rollout.mesh)
         rollout.initialize()

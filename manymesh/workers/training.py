@@ -17,7 +17,7 @@ from core.config import structure
 from core.dispatch import on_mesh, register
 from core.errors import ConfigError, Refused
 from core.protocols import Engine, LossFn, LossScale, LossSpec, Metric, MicroResult
-from core.registry import EngineRegistry
+from core.registry import Choice, EngineRegistry
 from core.worker import Shard, Worker
 from manymesh.workers.agreed import AGREED
 from manymesh.workers.export import export_directory
@@ -34,6 +34,8 @@ class TrainingWorkerConfig:
         model_type: "language_model" or "value_model".
         loss: for training; can be set later.
         device: torch device type; None for what the machine has.
+        choice: the backend as the driver found it (`EngineRegistry.get(name).choice`): a worker that has another
+            distribution or version, or none, refuses. None: what the worker has.
     """
 
     backend: str = "fsdp"
@@ -42,6 +44,7 @@ class TrainingWorkerConfig:
     micro_batch: MicroBatchConfig = attrs.field(factory=MicroBatchConfig)
     loss: LossSpec | None = None
     device: str | None = None
+    choice: Choice | None = None
 
 
 class TrainingWorker(Worker):
@@ -55,8 +58,9 @@ class TrainingWorker(Worker):
     def __init__(self, config: TrainingWorkerConfig | Mapping[str, Any]) -> None:
         self.config = structure(TrainingWorkerConfig, config, "training worker")
         self.init_process_group()
+        asked = self.config
         self.engine: Engine = EngineRegistry.new(
-            self.config.model_type, self.config.backend, self.config.engine, self.config.device
+            asked.model_type, asked.backend, asked.engine, asked.device, expect=asked.choice
         )
         self.add_mesh("train", self.engine.mesh)
         self._loss_fn: LossFn | None = None

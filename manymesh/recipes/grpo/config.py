@@ -232,9 +232,12 @@ class GrpoConfig:
         return plan.route.dp_size if plan else 1
 
     def _placed(self, config: Any, pool: PoolConfig | None = None) -> Any:
-        """With the model's directory, and the CPU where the pool is denied GPUs."""
+        """With the model's directory, the CPU where the pool is denied GPUs, and the backend that this process finds,
+        which workers then must have too."""
         path = str(config.engine.get("model", self.model.path))
         device = config.device or ("cpu" if (pool or self.pool).use_gpu is False else None)
         # Workers may run in another working directory.
         model = os.path.abspath(os.path.expanduser(path))
-        return attrs.evolve(config, engine={**config.engine, "model": model}, device=device)
+        kind: Kind = "rollout" if isinstance(config, RolloutWorkerConfig) else "engine"
+        choice = config.choice or EngineRegistry.default().resolve(config.backend, kind, elsewhere=True).choice
+        return attrs.evolve(config, engine={**config.engine, "model": model}, device=device, choice=choice)
