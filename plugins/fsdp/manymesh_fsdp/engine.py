@@ -23,7 +23,6 @@ from core.errors import Refused
 from core.manifest import Limits
 from core.mesh import RankMesh
 from core.protocols import LossFn, LossScale, MicroResult, StepInfo, WeightSpec
-from sdk.parts.torch_checkpoint import read_tensors, write_tensors
 from manymesh_fsdp.config import FsdpConfig
 from manymesh_fsdp.model import drop_gradients, fsdp_modules, load_sharded, persistent
 from manymesh_fsdp.plan import AXIS, plan
@@ -32,6 +31,7 @@ from sdk.parts import checkpoint_directory
 from sdk.parts.adamw import ScheduledAdamW
 from sdk.parts.log_probs import token_outputs
 from sdk.parts.micro_batches import check_loss, check_padded, check_request
+from sdk.parts.torch_checkpoint import read_tensors, write_tensors
 
 Adapter = Literal["merged", "only"]
 
