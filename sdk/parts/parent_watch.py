@@ -1,4 +1,4 @@
-"""An end with another process's: what a worker starts must not outlive it, also when it is killed and takes no leave."""
+"""An end with another process's: what a worker starts must not outlive it, not even when it is killed."""
 
 from __future__ import annotations
 
