@@ -38,10 +38,11 @@ OURS = {
 
 @attrs.frozen
 class VllmRolloutConfig(RolloutConfig):
-    """Rollout with vLLM in the worker's own process.
+    """Rollout with vLLM in the worker's own process, or of a server beside it.
 
     Attributes:
-        tensor_parallel: ranks that hold one copy of the model together; the world is dp copies of it.
+        tensor_parallel: ranks that hold one copy of the model together; the world is dp copies of it. Of a server, the
+            processes of each replica.
         max_model_len: tokens of prompt and response together; None for the model's own context, which may be much: vLLM
             keeps room for a forward pass of as many.
         max_num_seqs: rows that run at once; the others wait.

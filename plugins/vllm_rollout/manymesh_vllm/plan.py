@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import attrs
+
 from core.errors import Refused
 from core.manifest import ModelFacts, Plan
 from core.mesh import MeshLayout
@@ -36,19 +38,14 @@ def plan(config: VllmRolloutConfig, world_size: int, model: ModelFacts | None) -
 
 
 def server_plan(config: VllmRolloutConfig, world_size: int, model: ModelFacts | None) -> Plan:
-    """As `plan`, of replicas that each have an engine process of their own: one a rank.
+    """Replicas that each have an engine of their own: one a rank, whose processes beside it hold the model together.
 
     Raises:
-        Refused: as plan, or tensor_parallel is not 1.
+        Refused: tensor_parallel doesn't divide the model's heads.
     """
-    if config.tensor_parallel != 1:
-        raise Refused(
-            "a vLLM server is not cut over ranks",
-            have=f"tensor_parallel {config.tensor_parallel}",
-            want="1: its engine is one process, which has this rank's device alone",
-            mend="use the rollout 'vllm', which cuts a model over ranks",
-        )
-    return plan(config, world_size, model)
+    if not _cuts(model, config.tensor_parallel):
+        plan(config, config.tensor_parallel, model)  # says which sizes do
+    return plan(attrs.evolve(config, tensor_parallel=1), world_size, model)
 
 
 def _cuts(model: ModelFacts | None, tp: int) -> bool:

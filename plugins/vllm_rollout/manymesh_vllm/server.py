@@ -33,16 +33,13 @@ from sdk.parts.served_rollout import ServedEngine, ServedRollout
 
 
 class VllmServer(ServedRollout):
-    """`core.protocols.RolloutServer` over vLLM: each rank has a replica, an engine process that ends with its own.
+    """`core.protocols.RolloutServer` over vLLM: each rank has a replica, an engine in processes that end with its own.
 
     See sdk.parts.served_rollout.ServedRollout for versions, pauses and updates. Temperatures below 0.01 are refused.
 
     Args:
         config: options; `config.model` is the directory to load.
         device: "cpu", "cuda" or None for what the machine has.
-
-    Raises:
-        Refused: tensor_parallel is not 1.
     """
 
     def __init__(self, config: VllmRolloutConfig, device: str | None = None) -> None:

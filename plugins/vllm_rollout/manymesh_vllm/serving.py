@@ -83,6 +83,12 @@ class AsyncEngine:
         extension = f"{ServerExtension.__module__}.{ServerExtension.__name__}"
         made = arguments(config, facts, device, has_tokenizer=has_tokenizer)
         made |= {"worker_extension_cls": extension, "seed": secrets.randbits(31)}
+        environment = ENVIRONMENT | {OWNER: str(os.getpid())}
+        if config.tensor_parallel > 1:
+            _check_devices(config.tensor_parallel, device)
+            made["distributed_executor_backend"] = "mp"  # in a Ray actor vLLM would take its placement group
+            # vLLM binds processes to nodes of memory, of which there may be fewer.
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         self._running: set[str] = set()
         self._beginning: set[str] = set()  # of these, those of which nothing has come
         self._thread = LoopThread("vllm server")
@@ -92,7 +98,7 @@ class AsyncEngine:
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**made))
 
         try:
-            with environment_of(ENVIRONMENT | {OWNER: str(os.getpid())}):
+            with environment_of(environment):
                 check_platform(facts, device)
                 self.llm = self.call(build())
             self.call(self.rpc("manymesh_sample_by_row"))
@@ -237,6 +243,16 @@ class AsyncEngine:
 
         self.call(end())
         self._thread.end()
+
+
+def _check_devices(tensor_parallel: int, device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.device_count() < tensor_parallel:
+        raise Refused(
+            "a replica's processes have a GPU each, and are on the node of its rank",
+            have=f"{torch.cuda.device_count()} GPUs that this process sees",
+            want=f"tensor_parallel {tensor_parallel} of them",
+            mend="use the rollout 'vllm', which cuts a model over ranks",
+        )
 
 
 def _dead() -> ManymeshError:

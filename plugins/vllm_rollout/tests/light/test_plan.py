@@ -39,12 +39,13 @@ def test_it_is_listed_with_what_it_lacks_where_there_is_no_vllm() -> None:
     assert Capability.RELEASE not in manifest.capabilities
 
 
-def test_a_server_has_a_replica_on_each_rank_and_is_not_cut() -> None:
-    planned = server_plan(VllmRolloutConfig("x"), 3, None)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_server_has_a_replica_on_each_rank_whatever_its_processes(tp: int) -> None:
+    planned = server_plan(VllmRolloutConfig("x", tensor_parallel=tp), 3, facts(4, 2))
     planned.route.check("rollout")
     assert planned.route.collectors == (0, 1, 2)
-    with pytest.raises(Refused, match=r"not cut over ranks[\s\S]*tensor_parallel 2[\s\S]*'vllm'"):
-        server_plan(VllmRolloutConfig("x", tensor_parallel=2), 2, None)
+    with pytest.raises(Refused, match=r"doesn't divide the model's heads[\s\S]*one of 1\Z"):
+        server_plan(VllmRolloutConfig("x", tensor_parallel=3), 3, facts(4, 2))
 
 
 def test_eight_ranks_at_tp_4_are_two_copies_whatever_the_actors_mesh() -> None:
