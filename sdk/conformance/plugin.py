@@ -51,6 +51,7 @@ def suite_of(item: Any) -> type[Conformance] | None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     suite = suite_of(metafunc)
     if suite is not None and "world_size" in metafunc.fixturenames:
+        must_resolve(suite)
         metafunc.parametrize("world_size", suite.worlds_used(), ids=lambda size: f"world {size}")
 
 
@@ -63,12 +64,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if suite is None:
             kept.append(item)
             continue
+        must_resolve(suite)
         reasons = config.stash[REPORT].collected(suite, item)
         (closed if reasons else kept).append(item)
         expect_failure(suite, item, closed=reasons)
     if closed:
         items[:] = kept
         config.hook.pytest_deselected(items=closed)
+
+
+def must_resolve(suite: type[Conformance]) -> None:
+    """Raises UsageError where the registry has no such backend, or one that cannot be used."""
+    from core.errors import RegistryError
+
+    try:
+        suite.entry()
+    except RegistryError as error:
+        raise pytest.UsageError(f"{suite.__module__}.{suite.__qualname__}: {error}") from error
 
 
 def expect_failure(suite: type[Conformance], item: Any, closed: str) -> None:
@@ -96,7 +108,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     report = config.stash[REPORT]
-    if not report.suites:
+    if not report.suites or config.option.collectonly:
         return
     terminalreporter.section("conformance")
     for line in report.lines():

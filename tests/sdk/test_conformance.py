@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from sdk.conformance import mutants
+from sdk.conformance import EngineConformance, mutants
 from sdk.conformance.base import Mutant
-from sdk.conformance.plugin import REPORT
+from sdk.conformance.plugin import REPORT, must_resolve
 from sdk.conformance.report import SuiteResult
 
 ROOT = Path(__file__).parents[2]
@@ -170,3 +170,11 @@ def test_the_table_of_mutants_in_the_docs_is_of_these_mutants() -> None:
     table = page.partition(mutants.BEGIN)[2].partition(mutants.END)[0]
     rows = set(re.findall(r"^\| (.+?) \| `test", table, re.MULTILINE))
     assert rows == {mutant.name for kind in ("engine", "rollout") for mutant in mutants.mutants_of(kind)}
+
+
+def test_a_backend_that_there_is_not_is_said_with_those_there_are() -> None:
+    class TestMistyped(EngineConformance):
+        backend = "fsdq"
+
+    with pytest.raises(pytest.UsageError, match=r"TestMistyped: there is no engine 'fsdq'[\s\S]*'fsdp'"):
+        must_resolve(TestMistyped)
