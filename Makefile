@@ -76,10 +76,11 @@ format: $(STAMP) ## let ruff mend what it can
 	$(PY) -m ruff format .
 
 types: $(STAMP) ## mypy, strict
-	$(PY) -m mypy core manymesh sdk plugins/fsdp/manymesh_fsdp plugins/hf_rollout/manymesh_hf plugins/megatron/manymesh_megatron plugins/sglang_rollout/manymesh_sglang plugins/vllm_rollout/manymesh_vllm benchmarks tests examples scripts/reference.py
+	$(PY) -m mypy core manymesh sdk plugins/fsdp/manymesh_fsdp plugins/hf_rollout/manymesh_hf plugins/megatron/manymesh_megatron plugins/sglang_rollout/manymesh_sglang plugins/vllm_rollout/manymesh_vllm benchmarks tests examples scripts/backends.py scripts/reference.py
 
-docs: $(STAMP) ## write docs/reference.md again, from the docstrings
+docs: $(STAMP) ## write docs/reference.md and docs/backends.md again, from docstrings and manifests
 	@$(PY) -m scripts.reference
+	@$(PY) -m scripts.backends
 
 bench: $(STAMP) ## the benchmarks, each against a floor in the same run
 	$(PY) -m benchmarks.dispatch

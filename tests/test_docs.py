@@ -16,7 +16,8 @@ import pytest
 import core
 from core.config import OptimizerConfig
 from manymesh.recipes.grpo.config import GrpoConfig
-from scripts import reference
+from core.manifest import Capability
+from scripts import backends, reference
 from sdk.scaffold.generate import generate
 from sdk.scaffold.names import Names
 from sdk.testing import tiny_model
@@ -74,6 +75,11 @@ def test_the_reference_is_what_the_docstrings_say() -> None:
     have, want = reference.PAGE.read_text().splitlines(), reference.page().splitlines()
     differing = [(a, b) for a, b in zip_longest(have, want) if a != b]
     assert differing[:1] == [], "docs/reference.md is behind the docstrings: make docs"
+
+
+def test_the_comparison_of_backends_is_what_their_manifests_say() -> None:
+    assert backends.PAGE.read_text() == backends.page(), "docs/backends.md is behind the manifests: make docs"
+    assert set(backends.MEANING) == set(Capability)
 
 
 def test_the_reference_has_every_public_name_of_core_and_every_part() -> None:
