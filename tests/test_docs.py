@@ -15,8 +15,8 @@ import pytest
 
 import core
 from core.config import OptimizerConfig
-from manymesh.recipes.grpo.config import GrpoConfig
 from core.manifest import Capability
+from manymesh.recipes.grpo.config import GrpoConfig
 from scripts import backends, reference
 from sdk.scaffold.generate import generate
 from sdk.scaffold.names import Names
