@@ -5,6 +5,7 @@ Reading order of a step: `train_mode`, `optimizer_zero_grad`, `forward_backward`
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -357,6 +358,7 @@ class MegatronEngine:
         finally:
             self._loaded = None
             close_groups(self)
+            gc.collect()  # megatron's objects refer to each other, and to gloo groups that have threads
 
     def _ready(self) -> Loaded:
         if self._loaded is None:
