@@ -82,14 +82,14 @@ def qwen3(model_dir: Callable[..., str]) -> str:
 TIED, VALUE = {"tie_word_embeddings": True}, {"value_model": True}
 BASE = [
     ("qwen3", TIED, "tp2 pp2", "dp4", {}),
-    ("qwen3", TIED, "tp2 pp2", "pp2 vpp2", {}),
-    ("qwen2", {}, "dp4", "tp2 pp2", {}),
     ("qwen3_moe", {}, "ep2", "tp2 sp", {}),
     ("qwen3", {}, "tp2, 70 rows", "tp4, 96 rows", {}),
-    ("qwen3", TIED, "pp2 vpp2", "tp2", {"dtype": "bfloat16"}),
     ("qwen3", VALUE, "pp2", "tp2", {"model_type": "value_model"}),
 ]
 MORE = [
+    ("qwen3", TIED, "pp2 vpp2", "tp2", {"dtype": "bfloat16"}),
+    ("qwen2", {}, "dp4", "tp2 pp2", {}),
+    ("qwen3", TIED, "tp2 pp2", "pp2 vpp2", {}),
     *[("qwen3", TIED, "tp2 pp2", layout, {}) for layout in ("dp4, not distributed", "dp4, overlapped", "tp4", "cp2")],
     *[("qwen3", {}, "tp2", layout, {}) for layout in ("pp2", "pp4", "dp4, overlapped", "pp2 vpp2")],
     *[("qwen3", {}, "dp4, not distributed", layout, {"dtype": "bfloat16"}) for layout in ("tp2 pp2", "dp4")],

@@ -37,10 +37,10 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_si
 PLAIN = {"distributed_optimizer": False}
 
 CASES = [
-    case("tp2", 2, "llama", **sizes(tp=2)),
+    case("tp2", 2, "llama", **sizes(tp=2), slow=True),
     case("tp2 sp, packed", 2, **sizes(tp=2), **SP, packing=True),
     case("tp4, fewer key-value heads", 4, **sizes(tp=4), slow=True),
-    case("tp2, vocabulary padded", 2, "qwen2", **sizes(tp=2), vocab_multiple=48),
+    case("tp2, vocabulary padded", 2, "qwen2", **sizes(tp=2), vocab_multiple=48, slow=True),
     case("tp2, no distributed optimizer", 2, **sizes(tp=2), **PLAIN, slow=True),
     case("pp2", 2, "qwen2", **sizes(pp=2), slow=True),
     case("pp2, packed", 2, **sizes(pp=2), packing=True, slow=True),
@@ -78,10 +78,10 @@ CASES = [
     ),
     case("experts, tp2 sp ep4 etp1", 4, "qwen3_moe", **sizes(tp=2, ep=4), **SP, expert_tensor_parallel=1, slow=True),
     case("experts, tp2 sp pp2 ep2", 8, "qwen3_moe", **sizes(tp=2, pp=2, ep=2), **SP, slow=True),
-    case("all recomputed", 1, recompute="full"),
+    case("all recomputed", 1, recompute="full", slow=True),
     case("all recomputed, tp2 sp pp2", 4, **sizes(tp=2, pp=2), **SP, recompute="full", slow=True),
     case("attention recomputed, tp2", 2, **sizes(tp=2), recompute="selective", slow=True),
-    case("offloaded, dp2", 2, **sizes(), offload_parameters=True, offload_optimizer=True),
+    case("offloaded, dp2", 2, **sizes(), offload_parameters=True, offload_optimizer=True, slow=True),
     case("offloaded, tp2", 2, **sizes(tp=2), **PLAIN, offload_parameters=True, offload_optimizer=True, slow=True),
     case("value model, tp2 sp", 2, "value", **sizes(tp=2), **SP),
     case("value model, pp2 cp2", 4, "value", **sizes(pp=2, cp=2), slow=True),
