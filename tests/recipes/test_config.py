@@ -224,3 +224,9 @@ def test_prompts_that_do_not_fit_the_models_context_are_refused_before_the_start
     sampling = {**plain["sampling"], "max_new_tokens": 10_000}
     with pytest.raises(Refused, match="no room in the model's context"):
         GrpoTrainer(GrpoConfig.of({**plain, "sampling": sampling}))
+
+
+def test_a_demo_begins_anew_and_says_how_its_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--demo", "--resume"])
+    assert "goes on by --config RUN/config.yaml --resume" in capsys.readouterr().err

@@ -29,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the demo")
     parser.add_argument("--verbose", action="store_true", help="errors with their traceback")
     args = parser.parse_intermixed_args(arguments)
+    if args.demo and args.resume:
+        parser.error("--demo begins a run; one that is there goes on by --config RUN/config.yaml --resume")
     if args.demo:
         from manymesh.recipes.demo import main as demo
 
