@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from core.dispatch import Dispatch, register
-from core.protocols import WeightSpec
+from core.engine import WeightSpec
 from manymesh.workers.agreed import AGREED
 from manymesh.workers.transfer.link import ReceivesWeights, SendsWeights
 

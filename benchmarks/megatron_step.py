@@ -21,7 +21,7 @@ from tensordict import TensorDict
 
 from benchmarks._pairs import Case, measure, report
 from core.config import OptimizerConfig
-from core.protocols import LossScale, Metric
+from core.loss import LossScale, Metric
 from sdk.testing import RankPool, preload, tiny_model
 
 ROWS, TOKENS, MICRO_BATCHES = 2, 64, 4

@@ -117,7 +117,8 @@ class _Ours:
         return rollout
 
     def _prepare(self) -> None:
-        from core.protocols import SamplingParams, WeightSpec
+        from core.engine import WeightSpec
+        from core.rollout import SamplingParams
 
         self._tensors = _weights(self._model)
         self._specs = [WeightSpec(name, tuple(each.shape), "float32") for name, each in self._tensors.items()]
@@ -205,9 +206,9 @@ class BareEngine:
 class BareServer:
     def __init__(self, model: str) -> None:
         os.environ.pop("MANYMESH_SGLANG_SAMPLER", None)
+        from manymesh.parts.event_loop import LoopThread
         from manymesh_sglang.http import HttpClient, ServerError
         from manymesh_sglang.process import LOOPBACK, ServerProcess
-        from sdk.parts.event_loop import LoopThread
 
         self._model, self._tensors = model, list(_weights(model).items())
         self._process = ServerProcess(_arguments(model), ENVIRONMENT, 0)

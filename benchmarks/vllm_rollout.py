@@ -34,8 +34,9 @@ def main() -> None:
     from safetensors.torch import load_file
     from tensordict import TensorDict
 
-    from core.protocols import SamplingParams, WeightSpec
+    from core.engine import WeightSpec
     from core.registry import EngineRegistry
+    from core.rollout import SamplingParams
     from sdk.testing import tiny_model
 
     def texts(num_rows: int) -> torch.Tensor:

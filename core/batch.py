@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
+from core._rows.rows import Range, Rows, objects_in, starts
+from core._rows.rows import contiguous as contiguous
+from core._rows.rows import flat as flat
+from core._rows.rows import is_batch as is_batch
+from core._rows.rows import is_jagged as is_jagged
+from core._rows.rows import nested as nested
+from core._rows.rows import object_column as object_column
 from core.errors import Refused
-from core.rows import Range, Rows, objects_in, starts
-from core.rows import contiguous as contiguous
-from core.rows import flat as flat
-from core.rows import is_batch as is_batch
-from core.rows import is_jagged as is_jagged
-from core.rows import nested as nested
-from core.rows import object_column as object_column
 
 
 def num_rows(batch: TensorDictBase) -> int:

@@ -13,15 +13,15 @@ from typing import Any, TypeVar, get_args
 
 import attrs
 
-from core.calls import Call, MethodSpec, NumBlocks, RankCall, RowsPerInput, Uneven
-from core.calls import DispatchMode as DispatchMode
-from core.calls import Execute as Execute
-from core.calls import PerRank as PerRank
+from core._calls.calls import Call, MethodSpec, NumBlocks, RankCall, RowsPerInput
+from core._calls.calls import DispatchMode as DispatchMode
+from core._calls.calls import Execute as Execute
+from core._calls.calls import PerRank as PerRank
+from core._calls.join import Reducer, check_reducers, is_remote, is_rows, join_answers
+from core._calls.join import WeightedMean as WeightedMean
+from core._rows.shards import Shard, Uneven, cut, deal_rows, in_order
 from core.errors import Refused
-from core.join import Reducer, check_reducers, is_remote, is_rows, join_answers
 from core.mesh import Route
-from core.shards import cut, deal_rows, in_order
-from core.worker import Shard
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SPEC = "__manymesh_spec__"
@@ -51,8 +51,8 @@ def register(
             arguments, or None when it isn't fixed.
         num_blocks: the batch is this many blocks (mini-batches), and each is dealt over dp by itself, so
             that dp never changes which rows make a block: a number, or a function of the method's arguments.
-        uneven: what to do with rows that don't divide: "error", "pad" or "ragged"; see core.shards.deal_rows.
-        reducers: how the values of answered dicts are joined, by key; see core.join.
+        uneven: what to do with rows that don't divide: "error", "pad" or "ragged"; see core._rows.shards.deal_rows.
+        reducers: how the values of answered dicts are joined, by key; see core._calls.join.
         timeout_s: deadline of a call; the group's when not given.
         columns: of batches only these columns are sent, where they are there; all when not given.
         reads_only: the method writes to no tensor or array that it is given, so it gets no private copies of them.
@@ -100,20 +100,6 @@ def register(
         return function
 
     return mark
-
-
-def named_mode(name: str) -> DispatchMode:
-    """The mode that a plugin offers under this name, by a manifest of kind "dispatch_mode".
-
-    Raises:
-        RegistryError: unknown, ambiguous or not usable.
-    """
-    from core.registry import EngineRegistry
-
-    mode = EngineRegistry.default().load(name, "dispatch_mode")
-    if not isinstance(mode, DispatchMode):
-        raise Refused(f"the dispatch mode {name!r} is no DispatchMode", have=repr(mode))
-    return mode
 
 
 def method_specs(cls: type) -> dict[str, tuple[MethodSpec, Callable[..., Any]]]:
@@ -202,7 +188,7 @@ def _is_batch(value: Any) -> bool:
     """A TensorDict of columns, or one that lies elsewhere; asked without importing torch where nobody has."""
     if "tensordict" not in sys.modules:
         return False
-    from core.rows import is_batch
+    from core._rows.rows import is_batch
 
     return is_batch(value) or is_remote(value)
 
@@ -240,7 +226,7 @@ def _deal(call: Call, route: Route) -> Sequence[RankCall]:
     def apart(value: Any) -> Any:
         if not _is_batch(value):
             return value
-        from core.rows import Rows
+        from core._rows.rows import Rows
 
         rows = value if is_remote(value) else Rows.of(value)
         wanted = spec.columns

@@ -6,84 +6,27 @@ import copy
 import functools
 import inspect
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import attrs
 
-from core.calls import Call, Execute, MethodSpec, Order, RankCall
-from core.dispatch import method_specs, named_mode
+from core._calls.calls import Call, Execute, MethodSpec, Order
+from core._rows.wire import decode
+from core._run.build import RayClassWithInitArgs as RayClassWithInitArgs
+from core._run.colocate import ColocatedWorker as ColocatedWorker
+from core._run.colocate import create_colocated_worker_cls as create_colocated_worker_cls
+from core._run.failure import explained
+from core._run.future import Future as Future
+from core._run.future import resolved
+from core._run.observers import Observers
+from core._run.transport import Answered, Identity, RefusedIt, Ticket, Transport
+from core.dispatch import method_specs
 from core.errors import ManymeshError, Refused, WorkerFailed
-from core.failure import explained
-from core.future import Future, resolved
-from core.host import Answered, Identity, Outcome, RefusedIt
 from core.mesh import Route
-from core.observe import Observers
-from core.wire import decode
-
-
-@attrs.frozen(init=False)
-class RayClassWithInitArgs:
-    """A worker class and what to construct it with on every rank."""
-
-    cls: type
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = attrs.field(factory=dict)
-
-    def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
-        self.__attrs_init__(cls, args, kwargs)
-
-    @property
-    def roles(self) -> Mapping[str, RayClassWithInitArgs]:
-        """Of a colocated worker its roles; else none."""
-        from core.colocate import ColocatedWorker
-
-        roles: Mapping[str, RayClassWithInitArgs] = self.args[0] if self.cls is ColocatedWorker else {}
-        return roles
-
-    def method_names(self) -> list[str]:
-        """What its workers can be told to run: `method`, and `role.method` of roles."""
-        inner = [f"{role}.{name}" for role, made in self.roles.items() for name in made.method_names()]
-        return [*method_specs(self.cls), *inner]
-
-
-class Ticket(Protocol):
-    """Calls under way on some ranks."""
-
-    @property
-    def ranks(self) -> frozenset[int]: ...
-    def done(self) -> bool: ...
-    def gather(self, timeout_s: float) -> dict[int, Outcome]:
-        """Outcomes by rank: all of them, or what there is soon after the first that is no answer. Ranks that have not
-        answered by the deadline are absent."""
-        ...
-
-
-class Transport(Protocol):
-    """Carries calls to workers. The driver's only way to them.
-
-    Attributes:
-        keeps: kind of the store in which it can keep batches of answers; "" where it has none. Rows go from the workers
-            of one transport to those of another of the same kind.
-    """
-
-    world_size: int
-    identities: list[Identity]
-    keeps: str
-
-    def construct(self, cls_with_args: RayClassWithInitArgs, observers: tuple[object, ...]) -> Ticket: ...
-    def route(self, mesh: str) -> Ticket: ...
-    def run(self, order: Order, calls: Mapping[int, RankCall], answering: frozenset[int]) -> Ticket: ...
-    def shutdown(self) -> Ticket: ...
-    def end(self) -> None:
-        """End all workers' processes now. Can be called twice."""
-        ...
-
-    def log_tail(self, rank: int) -> tuple[str, ...]:
-        """Last lines that the rank's process wrote; empty where they can't be had."""
-        ...
+from core.registry import EngineRegistry
 
 
 @attrs.define
@@ -104,7 +47,7 @@ class WorkerGroup:
         name: for errors.
         timeout_s: deadline of a call that declares none.
         start_timeout_s: deadline of construction.
-        observers: are told of every call; see core.observe and core.hookspecs.
+        observers: are told of every call; see core._run.observers and core.hookspecs.
 
     Raises:
         Refused: a registered method has a reserved name, or all constructors refused.
@@ -154,7 +97,7 @@ class WorkerGroup:
         return self._life.failure is not None
 
     def spawn(self, roles: Collection[str] | None = None) -> dict[str, Self]:
-        """The roles of a group of colocated workers (core.colocate), each with its class's methods and meshes.
+        """The roles of a group of colocated workers (core._run.colocate), each with its class's methods and meshes.
 
         They are this same world: they fail together, calls run in the order in which they are made, and shutting one
         down shuts down all.
@@ -251,7 +194,7 @@ class WorkerGroup:
         specs = {}
         for name, (spec, function) in method_specs(cls).items():
             if isinstance(spec.dispatch_mode, str):
-                spec = attrs.evolve(spec, dispatch_mode=named_mode(spec.dispatch_mode))
+                spec = attrs.evolve(spec, dispatch_mode=EngineRegistry.default().dispatch_mode(spec.dispatch_mode))
             specs[name] = spec
             setattr(self, name, self._bound(name, spec, function))
         return specs
@@ -323,7 +266,7 @@ class WorkerGroup:
         return future
 
     def _stay(self, result: Any, where: str) -> Any:
-        from core.remote import stays
+        from core._rows.remote import stays
 
         return stays(result, self._transport, where)
 

@@ -1,17 +1,12 @@
-"""Hooks that a plugin implements, and the marker it marks them with."""
+"""The hook that a plugin implements, and the marker it marks it with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
 
 import pluggy
 
 from core.manifest import Manifest
-
-if TYPE_CHECKING:
-    from core.calls import Call, Order, RankCall
-    from core.host import Outcome, WorkerHost
 
 PROJECT = "manymesh"
 API_VERSION = 1
@@ -24,42 +19,3 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 @hookspec
 def manymesh_manifests() -> Iterable[Manifest]:  # type: ignore[empty-body]
     """Manifests of the backends that this distribution offers. Called while listing: import nothing heavy."""
-
-
-# What follows is for observers, which are handed to a group: `observers=[...]`. They take the arguments that they want.
-
-
-@hookspec
-def manymesh_before_dispatch(call: Call) -> None:
-    """On the driver, before a call's arguments are dealt: group, method, mesh and arguments are known."""
-
-
-@hookspec
-def manymesh_after_dispatch(call: Call, sent: Mapping[int, RankCall], seconds: float) -> None:
-    """On the driver: the call is on its way. Ranks that share a RankCall get one object; core.wire.num_bytes weighs.
-
-    Args:
-        seconds: since the call began.
-    """
-
-
-@hookspec
-def manymesh_after_collect(
-    call: Call, answers: Mapping[int, Any] | None, seconds: float, error: BaseException | None
-) -> None:
-    """On the driver: the answers, by rank, have been joined; or the call has failed with `error`."""
-
-
-@hookspec
-def manymesh_before_method(host: WorkerHost, order: Order, call: RankCall) -> None:
-    """In a worker, before a method runs. The observer got there by pickling.
-
-    Args:
-        host: holds `worker`, `context` (rank, world size) and `made`: class, arguments and keyword arguments.
-        call: the arguments, in the form that crosses between processes, and the shard.
-    """
-
-
-@hookspec
-def manymesh_after_method(host: WorkerHost, order: Order, call: RankCall, outcome: Outcome, seconds: float) -> None:
-    """In a worker, after a method has run or raised."""

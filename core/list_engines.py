@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from core.describe import describe
+from core._plugins.describe import describe
 from core.errors import did_you_mean
 from core.hookspecs import ENTRY_POINT_GROUP, PROJECT
 from core.manifest import KINDS

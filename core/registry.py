@@ -6,15 +6,18 @@ import functools
 import os
 import pkgutil
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 from packaging.utils import canonicalize_name
 
+from core._plugins.discovery import PLUGINS_VARIABLE, Choice, Entry, Status, check_core, discover
 from core.config import structure
-from core.discovery import PLUGINS_VARIABLE, Choice, Entry, Status, check_core, discover
 from core.errors import RegistryError, did_you_mean
 from core.manifest import KINDS, Kind, Manifest, ModelFacts, Plan
+
+if TYPE_CHECKING:
+    from core._calls.calls import DispatchMode
 
 __all__ = ["PLUGINS_VARIABLE", "Choice", "EngineRegistry", "Entry", "Status", "check_core"]
 
@@ -154,6 +157,19 @@ class EngineRegistry:
     def load(self, name: str, kind: Kind) -> Any:
         """What the manifest's factory names, imported but not called. Raises RegistryError as `resolve`."""
         return load(self.resolve(name, kind), "factory")
+
+    def dispatch_mode(self, name: str) -> DispatchMode:
+        """The mode that a plugin offers under this name, by a manifest of kind "dispatch_mode".
+
+        Raises:
+            RegistryError: as `resolve`, or what the plugin names is no DispatchMode.
+        """
+        from core._calls.calls import DispatchMode
+
+        mode = self.load(name, "dispatch_mode")
+        if not isinstance(mode, DispatchMode):
+            raise RegistryError(f"the dispatch mode {name!r} is no DispatchMode", have=repr(mode))
+        return mode
 
     def plan(
         self,

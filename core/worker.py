@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import attrs
 
+from core._rows.shards import Shard as Shard
 from core.errors import Refused, did_you_mean
 from core.mesh import Mesh
 
@@ -43,27 +44,6 @@ class WorkerContext:
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
         }
-
-
-@attrs.frozen
-class Shard:
-    """Which rows of the driver's batch a call brought to this rank.
-
-    Attributes:
-        blocks: from each block (mini-batch) of the batch one run of rows: (first, behind the last, filler rows after
-            them). Numbers are those of the driver's batch.
-    """
-
-    blocks: tuple[tuple[int, int, int], ...]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Rows of each block, filler included."""
-        return tuple(stop - start + filler for start, stop, filler in self.blocks)
-
-    def row_numbers(self) -> list[int]:
-        """The driver's number of each row of the shard, -1 for filler."""
-        return [row for start, stop, filler in self.blocks for row in (*range(start, stop), *[-1] * filler)]
 
 
 _context: ContextVar[WorkerContext] = ContextVar("manymesh_worker_context")

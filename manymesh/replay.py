@@ -26,11 +26,12 @@ from typing import Any
 import attrs
 from ray import cloudpickle
 
-from core.calls import Order, RankCall
+from core._calls.calls import Order, RankCall
+from core._rows.wire import contents, decode, digests, encode, mapped
+from core._run.host import WorkerHost
+from core._run.transport import Answered, Outcome, Raised, RefusedIt
 from core.errors import Refused, did_you_mean
 from core.hookspecs import hookimpl
-from core.host import Answered, Outcome, Raised, RefusedIt, WorkerHost
-from core.wire import contents, decode, digests, encode, mapped
 from core.worker import WorkerContext, placed
 
 
@@ -91,7 +92,7 @@ def _folder(directory: str | Path, rank: int) -> Path:
 
 def _here(call: RankCall, host: WorkerHost) -> RankCall:
     """The call with rows that lie elsewhere fetched."""
-    module = sys.modules.get("core.remote")
+    module = sys.modules.get("core._rows.remote")
 
     def of(value: Any) -> Any:
         return encode(value.rows(host.fetch)) if module is not None and isinstance(value, module.Fetch) else value

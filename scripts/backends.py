@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from core.describe import Option, options
-from core.discovery import Entry
+from core._plugins.describe import Option, options
+from core._plugins.discovery import Entry
 from core.manifest import Capability
 from core.registry import EngineRegistry, load
 

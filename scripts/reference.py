@@ -1,4 +1,4 @@
-"""Write docs/reference.md from core's public names and sdk.parts, by their sources: `python -m scripts.reference`.
+"""Write docs/reference.md from core's public names and manymesh.parts, by their sources: `python -m scripts.reference`.
 
 Nothing is imported, so what is written doesn't depend on what is installed. A test sees that the page is up to date.
 """
@@ -17,9 +17,9 @@ SECTIONS = re.compile(r"(Args|Attributes|Returns|Raises|Example|Yields):$")
 INTRO = """\
 # Reference
 
-Core's public names, as `from core import Engine`, and the parts that backends share, as `from sdk.parts.adamw import
-ScheduledAdamW`. Made from the docstrings by `make docs`; what the columns of a batch mean is under
-[core.protocols](#coreprotocols).
+Core's public names, as `from core import Engine`, and the parts that backends share, as
+`from manymesh.parts.adamw import ScheduledAdamW`. Made from the docstrings by `make docs`. What the columns
+of a batch mean is under [core.columns](#corecolumns).
 """
 
 
@@ -34,8 +34,8 @@ def page() -> str:
     for home, names in core_names().items():
         parts += module(home, names)
     parts.append("## Parts\n")
-    for file in sorted((ROOT / "sdk/parts").glob("[a-z]*.py")):
-        parts += module(f"sdk.parts.{file.stem}", None)
+    for file in sorted((ROOT / "manymesh/parts").glob("[a-z]*.py")):
+        parts += module(f"manymesh.parts.{file.stem}", None)
     return "\n".join(parts).rstrip() + "\n"
 
 

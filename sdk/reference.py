@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from core.batch import with_metadata
 from core.config import OptimizerConfig
-from core.protocols import LossFn, LossScale, Metric
+from core.loss import LossFn, LossScale, Metric
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=1.0)
 UNEQUAL = (40, 2, 17, 3, 25, 1, 9, 5)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict
 
+from core._rows.wire import decode, encode
 from core.batch import (
     concat,
     is_jagged,
@@ -28,7 +29,6 @@ from core.batch import (
     with_metadata,
 )
 from core.errors import Refused
-from core.wire import decode, encode
 
 
 def make_batch(lengths: list[int], seed: int = 0) -> TensorDict:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from core.colocate import create_colocated_worker_cls
+from core._run.colocate import create_colocated_worker_cls
 from core.dispatch import Dispatch, on_mesh, register
 from core.errors import Refused, WorkerFailed
 from core.group import RayClassWithInitArgs

@@ -84,7 +84,7 @@ def test_the_comparison_of_backends_is_what_their_manifests_say() -> None:
 
 def test_the_reference_has_every_public_name_of_core_and_every_part() -> None:
     headings = set(re.findall(r"^#{3,4} (\S+)$", reference.page(), re.MULTILINE))
-    parts = {f"sdk.parts.{file.stem}" for file in (DOCS.parent / "sdk/parts").glob("[a-z]*.py")}
+    parts = {f"manymesh.parts.{file.stem}" for file in (DOCS.parent / "manymesh/parts").glob("[a-z]*.py")}
     assert set(core.__all__) | parts <= headings
 
 

@@ -13,14 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from core._rows.remote import Kept
+from core._rows.shards import Uneven, deal_rows, located, runs_of
+from core._rows.wire import encode
 from core.batch import jagged_from, object_column, objects, take
-from core.calls import Uneven
 from core.errors import Refused, WorkerFailed
 from core.group import RayClassWithInitArgs, WorkerGroup
-from core.remote import Kept
-from core.shards import deal_rows, located, runs_of
 from core.transport.local import LocalWorkerGroup
-from core.wire import encode
 from tests.support.workers import Echo
 
 WIDE = 200_000  # floats a row: two rows are above 1 MB, so the column is an object of its own

@@ -13,12 +13,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from core._rows.wire import num_bytes
 from core.dispatch import on_mesh, register
 from core.errors import WorkerFailed
 from core.group import RayClassWithInitArgs
 from core.hookspecs import hookimpl
 from core.transport.local import LocalWorkerGroup
-from core.wire import num_bytes
 from core.worker import Worker
 from manymesh.replay import Recorder, main, replay
 from tests.support.workers import Echo, mesh_of

@@ -12,7 +12,7 @@ import torch
 from core.batch import row_lengths, with_metadata
 from core.errors import Refused
 from core.group import RayClassWithInitArgs, WorkerGroup
-from core.protocols import LossSpec, Metric
+from core.loss import LossSpec, Metric
 from core.transport.local import LocalWorkerGroup
 from core.transport.ray import RayResourcePool, RayWorkerGroup
 from manymesh.workers import MicroBatchConfig, TrainingWorker, TrainingWorkerConfig

@@ -17,10 +17,11 @@ import ray
 import torch
 from tensordict import TensorDict
 
+from core._run.host import WorkerHost
+from core._run.transport import Identity
 from core.batch import object_column
 from core.errors import DeadlineExceeded, Refused, WorkerFailed
 from core.group import RayClassWithInitArgs
-from core.host import Identity, WorkerHost
 from core.transport.ray import RayResourcePool, RayWorkerGroup, ResourcePoolManager
 from core.transport.ray.order import local_ranks, rank_order
 from tests.support.workers import Echo, FailsToStart

@@ -12,15 +12,15 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from core._calls.calls import Order, RankCall
+from core._rows.wire import encode
+from core._run.host import WorkerHost
 from core.batch import object_column, objects
-from core.calls import Order, RankCall
 from core.dispatch import on_mesh, register
 from core.errors import RegistryError, WorkerFailed
 from core.group import RayClassWithInitArgs
-from core.host import WorkerHost
 from core.registry import EngineRegistry
 from core.transport.local import LocalWorkerGroup
-from core.wire import encode
 from core.worker import Worker, WorkerContext
 from tests.fake_distributions import HEADER, forget, install
 from tests.support.workers import mesh_of

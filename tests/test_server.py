@@ -14,8 +14,8 @@ from core.errors import ManymeshError, Refused, WorkerFailed
 from core.group import RayClassWithInitArgs, WorkerGroup
 from core.manifest import Capability
 from core.mesh import MeshLayout, RankMesh
-from core.protocols import GenerationDelta, SamplingParams
 from core.registry import EngineRegistry
+from core.rollout import GenerationDelta, SamplingParams
 from core.transport.local import LocalWorkerGroup
 from manymesh.workers import RolloutClient, RolloutServerWorker, RolloutWorkerConfig
 from manymesh.workers.client import RequestFailed

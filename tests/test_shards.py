@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.calls import Uneven
+from core._rows.shards import Uneven, deal_rows
 from core.errors import Refused
-from core.shards import deal_rows
 
 
 def sizes(rows: int, dp_size: int, uneven: Uneven, num_blocks: int = 1) -> list[int]:

@@ -15,7 +15,8 @@ from tensordict import TensorDict
 from core.batch import jagged_from
 from core.errors import ConfigError, DeadlineExceeded, Refused, RegistryError, TransferFailed, WorkerFailed
 from core.group import RayClassWithInitArgs, WorkerGroup
-from core.protocols import LossSpec, SamplingParams
+from core.loss import LossSpec
+from core.rollout import SamplingParams
 from core.transport.local import LocalWorkerGroup
 from manymesh.workers import (
     ActorRolloutRefConfig,

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.engine import WeightSpec
 from core.errors import ManymeshError
-from core.protocols import WeightSpec
 from manymesh.workers.transfer.buckets import ALIGN, Joiner, Named, as_bytes, cut, offsets, plan, whole_tensors
 from manymesh.workers.transfer.digest import digest
 

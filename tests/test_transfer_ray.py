@@ -12,9 +12,10 @@ import pytest
 import ray
 import torch
 
+from core.engine import WeightSpec
 from core.errors import TransferFailed, WorkerFailed
 from core.group import RayClassWithInitArgs, WorkerGroup
-from core.protocols import LossSpec, WeightSpec
+from core.loss import LossSpec
 from core.transport.ray import RayResourcePool, RayWorkerGroup
 from manymesh.workers import ActorRolloutRefConfig, RolloutWorkerConfig, TrainingWorkerConfig, WeightSync
 from manymesh.workers.transfer.channel import Channel

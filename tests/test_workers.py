@@ -13,11 +13,12 @@ import torch
 from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 
+from core._rows.shards import Shard, deal_rows
 from core.batch import jagged_from, num_rows, select, take, to_padded, with_metadata
 from core.errors import ConfigError, Refused
-from core.protocols import LogProbKind, LossSpec, SamplingParams
-from core.shards import deal_rows
-from core.worker import Shard, WorkerContext, placed
+from core.loss import LossSpec
+from core.rollout import LogProbKind, SamplingParams
+from core.worker import WorkerContext, placed
 from manymesh.workers import (
     ActorRolloutRefConfig,
     ActorRolloutRefWorker,

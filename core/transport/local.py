@@ -13,11 +13,12 @@ from typing import Any
 
 import attrs
 
-from core.calls import Order, RankCall
+from core._calls.calls import Order, RankCall
+from core._rows.wire import encode
+from core._run.host import WorkerHost
+from core._run.transport import Answered, Identity, Outcome, Raised
 from core.errors import Refused
 from core.group import RayClassWithInitArgs, WorkerGroup
-from core.host import Answered, Identity, Outcome, Raised, WorkerHost
-from core.wire import encode
 from core.worker import WorkerContext
 
 

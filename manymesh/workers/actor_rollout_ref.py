@@ -12,8 +12,10 @@ from tensordict import TensorDict
 from core.config import structure
 from core.device import choose_device
 from core.dispatch import on_mesh, register
+from core.engine import Engine
 from core.errors import ConfigError, Refused, did_you_mean
-from core.protocols import Engine, LossFn, LossSpec, Metric, Rollout
+from core.loss import LossFn, LossSpec, Metric
+from core.rollout import Rollout
 from manymesh.workers.agreed import AGREED
 from manymesh.workers.rollout import GeneratingWorker, RolloutWorkerConfig
 from manymesh.workers.training import TrainingWorker, TrainingWorkerConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from core.calls import Call, DispatchMode
+from core._calls.calls import Call, DispatchMode
 from core.dispatch import Dispatch
 from core.errors import Refused
 

@@ -14,7 +14,7 @@ import attrs
 
 from core.errors import DeadlineExceeded, ManymeshError, Refused, WorkerFailed
 from core.group import WorkerGroup
-from core.protocols import GenerationDelta, PauseMode, SamplingParams
+from core.rollout import GenerationDelta, PauseMode, SamplingParams
 from manymesh.workers.server import Request, RequestError
 
 POLL_S = 0.05  # how long a replica holds a poll when there is nothing new; other calls to it wait so long

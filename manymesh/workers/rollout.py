@@ -14,12 +14,12 @@ from core.config import structure
 from core.device import choose_device
 from core.dispatch import on_mesh, register
 from core.errors import Refused
-from core.protocols import MemoryTag, Rollout, SamplingParams
 from core.registry import Choice, EngineRegistry
+from core.rollout import MemoryTag, Rollout, SamplingParams
 from manymesh.workers.agreed import AGREED
 from manymesh.workers.transfer.link import ReceivesWeights
 
-# What a rollout answers; the table in core/protocols.py says more.
+# What a rollout answers; the table in core/columns.py says more.
 GENERATED = frozenset(
     {"input_ids", "response_mask", "rollout_log_probs", "prompt_id", "weight_version", "finish_reason", "row_weight"}
 )
@@ -77,7 +77,7 @@ class GeneratingWorker(ReceivesWeights):
             min_version: refuse to sample with older weights.
 
         Returns:
-            rows x sampling.num_samples, prompt-major, columns as in core.protocols.
+            rows x sampling.num_samples, prompt-major, columns as in core.columns.
         """
         rollout = self.receiving_rollout()
         if prompts.get("prompt_id", None) is None:
@@ -90,7 +90,7 @@ class GeneratingWorker(ReceivesWeights):
             raise Refused(
                 f"the rollout {backend!r} answered without columns of the contract: {', '.join(missing)}",
                 have=sorted(sequences.keys()),
-                mend="see the table of columns in core/protocols.py",
+                mend="see the table of columns in core/columns.py",
             )
         if self.rollout_config is not None and self.rollout_config.release_after_generate:
             rollout.release(["weights", "kv_cache"])

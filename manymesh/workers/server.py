@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import attrs
 
-from core.calls import Call, DispatchMode, RankCall
+from core._calls.calls import Call, DispatchMode, RankCall
 from core.dispatch import Dispatch, register
 from core.errors import Refused
 from core.manifest import Capability
-from core.protocols import GenerationDelta, PauseMode, RolloutServer, SamplingParams
 from core.registry import EngineRegistry
+from core.rollout import GenerationDelta, PauseMode, RolloutServer, SamplingParams
 from manymesh.workers.rollout import RolloutWorker
 
 T = TypeVar("T")

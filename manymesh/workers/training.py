@@ -12,13 +12,15 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 
+from core._rows.shards import Shard
 from core.batch import columns, flat, is_jagged, nested, num_rows, row_lengths, take, to_jagged, to_padded
 from core.config import structure
 from core.dispatch import on_mesh, register
+from core.engine import Engine, MicroResult
 from core.errors import ConfigError, Refused
-from core.protocols import Engine, LossFn, LossScale, LossSpec, Metric, MicroResult
+from core.loss import LossFn, LossScale, LossSpec, Metric
 from core.registry import Choice, EngineRegistry
-from core.worker import Shard, Worker
+from core.worker import Worker
 from manymesh.workers.agreed import AGREED
 from manymesh.workers.export import export_directory
 from manymesh.workers.micro_batch import MicroBatchConfig, plan_micro_batches, round_up, widen
@@ -50,7 +52,7 @@ class TrainingWorkerConfig:
 class TrainingWorker(Worker):
     """One engine on one rank, with mesh "train".
 
-    Batches have the columns of core.protocols, jagged or padded with `attention_mask`; answers come in the form of the
+    Batches have the columns of core.columns, jagged or padded with `attention_mask`; answers come in the form of the
     batch. Mini-batches are cut from the global batch's rows before these are dealt to dp ranks, so that the dp size
     never changes which rows make an optimizer step.
     """

@@ -10,5 +10,5 @@ from sdk.conformance.suites.manifest import ManifestSuite
 
 
 class EngineConformance(ManifestSuite, NumbersSuite, LifeSuite, WeightsSuite, CheckpointSuite):
-    """Whether a backend meets core.protocols.Engine, and does what its manifest offers. See Conformance and EngineSuite
+    """Whether a backend meets core.engine.Engine, and does what its manifest offers. See Conformance and EngineSuite
     for what a subclass sets."""

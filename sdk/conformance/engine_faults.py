@@ -14,7 +14,8 @@ import torch
 from tensordict import TensorDict
 
 from core.batch import with_metadata
-from core.protocols import LossScale, MicroResult, StepInfo
+from core.engine import MicroResult, StepInfo
+from core.loss import LossScale
 from sdk.conformance.base import Mutant
 
 MUTANTS: list[Mutant] = []

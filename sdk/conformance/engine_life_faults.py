@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from core.engine import StepInfo
 from core.errors import Refused
-from core.protocols import StepInfo
 from sdk.conformance.engine_faults import Fault, caught_by
 
 GOES_ON = "test_training_goes_on_from_a_checkpoint_as_if_unbroken"

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from tensordict import TensorDict
 
 from core.batch import with_metadata
-from core.protocols import LogProbKind, SamplingParams
 from core.registry import Entry
+from core.rollout import LogProbKind, SamplingParams
 from sdk.conformance.base import Mutant
 from sdk.conformance.suites.rollout_base import Bucket as Bucket
 from sdk.conformance.suites.rollout_base import Weights

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from core.batch import jagged, object_column, objects, select
 from core.errors import Refused
-from core.protocols import LogProbKind, SamplingParams
+from core.rollout import LogProbKind, SamplingParams
 from sdk.conformance.rollout_faults import GenerateFault, caught_by
 from sdk.conformance.suites.rollout_base import prompts
 

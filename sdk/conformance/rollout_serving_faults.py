@@ -12,8 +12,8 @@ from tensordict import TensorDict
 from core.batch import objects
 from core.errors import Refused
 from core.manifest import Capability
-from core.protocols import GenerationDelta, LogProbKind, PauseMode, SamplingParams
 from core.registry import Entry
+from core.rollout import GenerationDelta, LogProbKind, PauseMode, SamplingParams
 from sdk.conformance.base import Mutant
 from sdk.conformance.rollout_faults import Fault, caught_by
 from sdk.conformance.served import Served

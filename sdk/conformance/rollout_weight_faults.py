@@ -12,10 +12,11 @@ import attrs
 import torch
 from tensordict import TensorDict
 
+from core.engine import WeightSpec
 from core.errors import Refused
 from core.manifest import Capability
-from core.protocols import SamplingParams, WeightSpec
 from core.registry import Entry
+from core.rollout import SamplingParams
 from sdk.conformance.base import Mutant
 from sdk.conformance.rollout_faults import MUTANTS, Bucket, Fault, GenerateFault, caught_by
 from sdk.conformance.suites.rollout_base import specs

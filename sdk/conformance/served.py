@@ -17,13 +17,14 @@ import attrs
 import torch
 
 from core.batch import objects
+from core.engine import WeightSpec
 from core.errors import Refused
-from core.protocols import GenerationDelta, PauseMode, SamplingParams, WeightSpec
+from core.rollout import GenerationDelta, PauseMode, SamplingParams
+from manymesh.parts.checkpoint_weights import read_checkpoint
+from manymesh.parts.event_loop import LoopThread
+from manymesh.parts.rollout_rows import Prompts
+from manymesh.parts.served_rollout import ServedEngine, ServedRollout
 from sdk.conformance.suites.rollout_base import Bucket, prompts, rows_of
-from sdk.parts.checkpoint_weights import read_checkpoint
-from sdk.parts.event_loop import LoopThread
-from sdk.parts.rollout_rows import Prompts
-from sdk.parts.served_rollout import ServedEngine, ServedRollout
 
 FIRST = 16  # tokens
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from core.errors import ConfigError
-from core.protocols import LossScale, LossSpec, Metric
+from core.loss import LossScale, LossSpec, Metric
 from manymesh.recipes.grpo.loss import KlEstimator, PolicyLoss, kl_divergence, policy_loss
 
 

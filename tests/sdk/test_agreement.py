@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from core.errors import Refused
-from sdk.parts.agreement import agree, on_every_rank, on_first_rank
+from manymesh.parts.agreement import agree, on_every_rank, on_first_rank
 from sdk.testing import Worlds
 
 

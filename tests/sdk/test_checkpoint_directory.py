@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from core.errors import Refused
-from sdk.parts import checkpoint_directory
-from sdk.parts.checkpoint_directory import MANIFEST, Contents
+from manymesh.parts import checkpoint_directory
+from manymesh.parts.checkpoint_directory import MANIFEST, Contents
 from sdk.testing import Worlds
 
 CONTENTS = Contents(

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from core.errors import Refused
 from core.manifest import Plan
 from core.mesh import MeshLayout
-from sdk.parts.live_weights import WeightTable
-from sdk.parts.pretrained import load_causal_lm
-from sdk.parts.versioned_weights import VersionedWeights
-from sdk.parts.world_mesh import world_mesh, world_size
+from manymesh.parts.live_weights import WeightTable
+from manymesh.parts.pretrained import load_causal_lm
+from manymesh.parts.versioned_weights import VersionedWeights
+from manymesh.parts.world_mesh import world_mesh, world_size
 from sdk.testing import tiny_model
 
 FAMILIES = ("qwen3", "qwen3_moe")

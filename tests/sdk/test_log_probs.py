@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from core.errors import Refused
-from sdk.parts.log_probs import token_outputs, vocab_log_probs
+from manymesh.parts.log_probs import token_outputs, vocab_log_probs
 from sdk.testing import Worlds
 
-CHUNKS = "sdk.parts.log_probs.CHUNK_ELEMENTS"
+CHUNKS = "manymesh.parts.log_probs.CHUNK_ELEMENTS"
 
 
 def by_log_softmax(
@@ -67,7 +67,7 @@ def sharded(
     chunk: int = 40,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """This rank's outputs, and the gradient of its part of the padded logits."""
-    import sdk.parts.log_probs as module
+    import manymesh.parts.log_probs as module
 
     module.CHUNK_ELEMENTS = chunk
     local = logits.chunk(world_size, -1)[rank].clone().requires_grad_()
@@ -141,7 +141,7 @@ def test_the_flat_form_shifts_nothing_and_gives_entropy_only_where_asked(on: Wor
 
 def test_ranks_meet_twice_a_call_however_many_chunks_and_never_in_backward(on: Worlds) -> None:
     def job(rank: int, world_size: int) -> list[tuple[int, ...]]:
-        import sdk.parts.log_probs as module
+        import manymesh.parts.log_probs as module
 
         seen: list[tuple[int, ...]] = []
         real, chunk = dist.all_reduce, module.CHUNK_ELEMENTS

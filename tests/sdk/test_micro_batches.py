@@ -10,7 +10,7 @@ import torch
 from core.batch import to_jagged, with_metadata
 from core.errors import Refused
 from core.manifest import Limits
-from sdk.parts.micro_batches import check_loss, check_padded, check_request
+from manymesh.parts.micro_batches import check_loss, check_padded, check_request
 from sdk.reference import PolicyLoss, make_batch
 
 WHERE = "MineEngine.forward_backward"

@@ -10,10 +10,10 @@ from tensordict import TensorDict
 
 from core.batch import jagged, objects
 from core.errors import Refused
-from core.protocols import SamplingParams
-from sdk.parts.rollout_checks import check_tags, eos_ids, stop_ids, valid_version
-from sdk.parts.rollout_rows import Prompts, Responses
-from sdk.parts.row_seeds import row_keys
+from core.rollout import SamplingParams
+from manymesh.parts.rollout_checks import check_tags, eos_ids, stop_ids, valid_version
+from manymesh.parts.rollout_rows import Prompts, Responses
+from manymesh.parts.row_seeds import row_keys
 
 
 def prompts(*rows: list[int]) -> Prompts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sdk.parts.sampling import draw, row_uniforms
+from manymesh.parts.sampling import draw, row_uniforms
 
 
 def test_uniforms_are_uniform_and_independent_of_the_number_of_steps() -> None:

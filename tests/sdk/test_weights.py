@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import pytest
 import torch
 
+from core.engine import WeightSpec
 from core.errors import Refused
-from core.protocols import WeightSpec
-from sdk.parts.weights import Announced, check_specs, checked, together
+from manymesh.parts.weights import Announced, check_specs, checked, together
 
 SHAPES = {"a": (2, 3), "b": (4,)}
 A, B = ("a", torch.zeros(2, 3)), ("b", torch.zeros(4))

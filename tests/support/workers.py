@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from core._calls.join import WeightedMean
 from core.dispatch import Dispatch, Execute, on_mesh, register
 from core.errors import Refused
-from core.join import WeightedMean
 from core.mesh import MeshLayout, RankMesh, Route
 from core.worker import Worker
 
@@ -67,7 +67,7 @@ class Echo(Worker):
         import torch
 
         from core.batch import select
-        from core.protocols import Metric
+        from core.loss import Metric
 
         rows = select(batch, torch.arange(len(batch)).repeat_interleave(times))
         rows["wide"] = rows["x"].float()[:, None].expand(-1, width).contiguous()
@@ -119,7 +119,7 @@ class Echo(Worker):
 
     @register(on_mesh("m"), uneven="pad")
     def mean_of_x(self, batch: Any) -> Any:
-        from core.protocols import Metric
+        from core.loss import Metric
 
         weight = batch.get("row_weight", None)
         weight = batch["x"] * 0.0 + 1 if weight is None else weight
@@ -163,7 +163,7 @@ class Echo(Worker):
 
     @register(on_mesh("m"))
     def answer(self, batch: Any, kind: str) -> Any:
-        from core.protocols import Metric
+        from core.loss import Metric
 
         if kind == "some_none":
             return None if self.rank == 0 else batch

@@ -24,18 +24,19 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from core.calls import Order, RankCall
+from core._calls.calls import Order, RankCall
+from core._rows.wire import encode
+from core._run.host import WorkerHost
+from core._run.transport import Answered, Died, Identity, Outcome, Raised, RefusedIt
 from core.errors import DeadlineExceeded
 from core.group import RayClassWithInitArgs
-from core.host import Answered, Died, Identity, Outcome, Raised, RefusedIt, WorkerHost
 from core.transport.ray.order import local_ranks, rank_order
 from core.transport.ray.pickles import Pickled, checked, pickled, unpickled
 from core.transport.ray.pool import RayResourcePool, need_ray
-from core.wire import encode
 from core.worker import WorkerContext
 
 if TYPE_CHECKING:
-    from core.remote import Kept
+    from core._rows.remote import Kept
 
 # After the first failure: time for the root cause to arrive, where a peer's error was faster.
 SETTLE_S = 0.4
@@ -75,7 +76,7 @@ class RayHost(WorkerHost):
         return _sent(self.shutdown())
 
     def cut(self, part: Kept, ranges: Sequence[tuple[int, int]], names: tuple[str, ...]) -> Any:
-        from core.remote import cut
+        from core._rows.remote import cut
 
         return cut(part, ranges, names, self.fetch, self.keep)
 
@@ -281,7 +282,7 @@ class RayTransport:
 
     def _on_wire(self, order: Order, call: RankCall, nodes: set[str]) -> Any:
         args, kwargs = encode(call.args), encode(dict(call.kwargs))
-        if "core.remote" in sys.modules:
+        if "core._rows.remote" in sys.modules:
             args = tuple(_cut(value, nodes) for value in args)
             kwargs = {key: _cut(value, nodes) for key, value in kwargs.items()}
         bare = not args and not kwargs and call.shard is None and order == Order(order.method)
@@ -334,7 +335,7 @@ class RayTransport:
 
 def _cut(value: Any, nodes: set[str]) -> Any:
     """What is to be fetched, with parts that lie on other nodes cut there: a node fetches whole objects."""
-    from core.remote import Fetch
+    from core._rows.remote import Fetch
 
     if not isinstance(value, Fetch):
         return value

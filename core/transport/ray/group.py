@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from core.discovery import check_core
+from core._plugins.discovery import check_core
 from core.group import RayClassWithInitArgs, WorkerGroup
 from core.transport.ray.actors import RayTransport
 from core.transport.ray.environment import checked_python
@@ -22,7 +22,7 @@ class RayWorkerGroup(WorkerGroup):
         python: interpreter of the environment that the actors run in, on all nodes; None for the driver's own.
         timeout_s: deadline of a call that declares none, seconds.
         start_timeout_s: deadline of start and construction, seconds.
-        observers: are told of every call; see core.observe.
+        observers: are told of every call; see core._run.observers.
 
     Raises:
         Refused: the pool cannot be placed, a method has a reserved name, `python` has not the versions that it must

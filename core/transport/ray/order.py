@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 
-from core.host import Identity
+from core._run.transport import Identity
 
 
 def rank_order(places: Sequence[Identity]) -> list[int]:

@@ -12,7 +12,7 @@ import numpy as np
 import ray
 from ray import cloudpickle
 
-from core.calls import Order, RankCall
+from core._calls.calls import Order, RankCall
 from core.errors import Refused
 
 # Calls below it are sent with the request: Ray's own limit for that is 100 KiB.

@@ -11,9 +11,10 @@ import attrs
 
 from core.config import structure
 from core.errors import ConfigError
+from core.loss import LossSpec
 from core.manifest import Kind, ModelFacts
-from core.protocols import LossSpec, SamplingParams
 from core.registry import EngineRegistry
+from core.rollout import SamplingParams
 from manymesh.pins import check_together, chosen
 from manymesh.recipes.grpo.data import DataConfig
 from manymesh.recipes.grpo.loss import PolicyLoss

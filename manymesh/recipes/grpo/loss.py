@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 from core.config import structure
 from core.errors import ConfigError
-from core.protocols import LossScale, Metric
+from core.loss import LossScale, Metric
 
 KlEstimator = Literal["k1", "k2", "k3"]
 

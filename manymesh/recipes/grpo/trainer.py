@@ -22,8 +22,9 @@ from tensordict import TensorDict
 
 from core.batch import contiguous, objects, with_metadata
 from core.errors import Refused
+from core.loss import Metric
 from core.manifest import ModelFacts
-from core.protocols import Metric, SamplingParams
+from core.rollout import SamplingParams
 from manymesh.recipes.grpo.advantage import group_advantages, spread_over_tokens
 from manymesh.recipes.grpo.checkpoints import Checkpoints
 from manymesh.recipes.grpo.config import GrpoConfig

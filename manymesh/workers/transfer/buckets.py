@@ -12,8 +12,8 @@ from itertools import accumulate
 import attrs
 import torch
 
+from core.engine import WeightSpec
 from core.errors import ManymeshError
-from core.protocols import WeightSpec
 
 ALIGN = 16  # of pieces, for torch's views and for copies in whole words
 

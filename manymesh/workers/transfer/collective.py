@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from core.device import DEVICE_BACKENDS, choose_device
-from core.protocols import TransferRound
+from core.transfer import TransferRound
 from manymesh.workers.transfer.buckets import offsets
 from manymesh.workers.transfer.channel import Round
 from manymesh.workers.transfer.config import CollectiveConfig

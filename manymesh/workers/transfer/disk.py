@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.protocols import TransferRound
+from core.transfer import TransferRound
 from manymesh.workers.transfer.buckets import offsets
 from manymesh.workers.transfer.config import DiskConfig
 

@@ -19,8 +19,10 @@ from typing import Any
 import attrs
 import torch
 
+from core.engine import WeightSpec
 from core.errors import DeadlineExceeded, ManymeshError
-from core.protocols import Rollout, WeightSpec, WeightTransfer
+from core.rollout import Rollout
+from core.transfer import WeightTransfer
 from manymesh.workers.transfer.buckets import Bucket, Joiner, Named, cut, plan
 from manymesh.workers.transfer.channel import COMMIT, Channel, Round, Stopped
 from manymesh.workers.transfer.digest import digest, stacked

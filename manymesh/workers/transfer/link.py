@@ -10,9 +10,11 @@ import attrs
 
 from core.device import choose_device
 from core.dispatch import Dispatch, register
+from core.engine import Engine, WeightSpec
 from core.errors import DeadlineExceeded, ManymeshError, Refused
-from core.protocols import Engine, Rollout, WeightSpec, WeightTransfer
 from core.registry import Choice, EngineRegistry
+from core.rollout import Rollout
+from core.transfer import WeightTransfer
 from core.worker import Worker
 from manymesh.workers.agreed import AGREED
 from manymesh.workers.transfer.channel import Address, Channel

@@ -14,7 +14,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError
 
 from core.errors import Refused
-from core.protocols import TransferRound
+from core.transfer import TransferRound
 from manymesh.workers.transfer.config import ObjectStoreConfig
 
 

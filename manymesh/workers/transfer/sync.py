@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import attrs
 
-from core.calls import PerRank
+from core._calls.calls import PerRank
 from core.config import structure
 from core.errors import ConfigError, DeadlineExceeded, ManymeshError, Refused, TransferFailed
 from core.group import WorkerGroup

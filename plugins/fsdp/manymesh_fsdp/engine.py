@@ -19,19 +19,20 @@ from torch.distributed.fsdp import FSDPModule
 
 from core.batch import metadata
 from core.device import choose_device
+from core.engine import MicroResult, StepInfo, WeightSpec
 from core.errors import Refused
+from core.loss import LossFn, LossScale
 from core.manifest import Limits
 from core.mesh import RankMesh
-from core.protocols import LossFn, LossScale, MicroResult, StepInfo, WeightSpec
+from manymesh.parts import checkpoint_directory
+from manymesh.parts.adamw import ScheduledAdamW
+from manymesh.parts.log_probs import token_outputs
+from manymesh.parts.micro_batches import check_loss, check_padded, check_request
+from manymesh.parts.torch_checkpoint import read_tensors, write_tensors
 from manymesh_fsdp.config import FsdpConfig
 from manymesh_fsdp.model import drop_gradients, fsdp_modules, load_sharded, persistent
 from manymesh_fsdp.plan import AXIS, plan
 from manymesh_fsdp.weights import NamedWeights
-from sdk.parts import checkpoint_directory
-from sdk.parts.adamw import ScheduledAdamW
-from sdk.parts.log_probs import token_outputs
-from sdk.parts.micro_batches import check_loss, check_padded, check_request
-from sdk.parts.torch_checkpoint import read_tensors, write_tensors
 
 Adapter = Literal["merged", "only"]
 
@@ -47,7 +48,7 @@ class Loaded:
 
 
 class FsdpEngine:
-    """Meets `core.protocols.Engine`. The default process group spans the engine's ranks.
+    """Meets `core.engine.Engine`. The default process group spans the engine's ranks.
 
     Args:
         config: options; see FsdpConfig.
@@ -140,7 +141,7 @@ class FsdpEngine:
         forward_only: bool = False,
         outputs: frozenset[str] = frozenset(),
     ) -> list[MicroResult]:
-        """Collective; see core.protocols. Kept outputs stay on the device; training that fails leaves no gradients.
+        """Collective; see core.engine.Engine. Kept outputs stay on the device; training that fails leaves no gradients.
 
         Raises:
             Refused: an output that the engine doesn't have, a batch that isn't padded, weights that are on CPU, or
@@ -226,7 +227,7 @@ class FsdpEngine:
     def export_weights(
         self, adapter: Adapter = "merged", dst: Literal["all", "first"] = "all"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Collective; see core.protocols. Works while parameters are on CPU too."""
+        """Collective; see core.engine.Engine. Works while parameters are on CPU too."""
         return self._named(adapter).export(self._device, dst)
 
     def load_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from core.errors import Refused
 from core.manifest import ModelFacts
+from manymesh.parts.agreement import on_first_rank
 from manymesh_fsdp.config import FsdpConfig
 from manymesh_fsdp.plan import plan
-from sdk.parts.agreement import on_first_rank
 
 MEND = "give a directory written by save_pretrained: config.json and *.safetensors"
 

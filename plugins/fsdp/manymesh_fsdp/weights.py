@@ -24,9 +24,9 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from core.protocols import WeightSpec
+from core.engine import WeightSpec
+from manymesh.parts.weights import checked, together
 from manymesh_fsdp.model import copy_full, persistent
-from sdk.parts.weights import checked, together
 
 
 @attrs.frozen
@@ -96,7 +96,7 @@ class NamedWeights:
         """Copy full tensors, the same stream on every rank, into the shards. Not collective.
 
         Raises:
-            Refused: as sdk.parts.weights.checked.
+            Refused: as manymesh.parts.weights.checked.
         """
         tensors = persistent(self._model)
         owner = {name: unit for unit in self.units for name in unit.saved}

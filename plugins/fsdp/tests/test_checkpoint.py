@@ -6,7 +6,7 @@ import json
 
 from fsdp_steps import build
 
-from sdk.parts.checkpoint_directory import MANIFEST
+from manymesh.parts.checkpoint_directory import MANIFEST
 
 
 def test_what_a_killed_run_left_does_not_hinder_a_save(on, qwen3, tmp_path) -> None:

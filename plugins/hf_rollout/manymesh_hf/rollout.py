@@ -13,21 +13,22 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from core.device import choose_device
+from core.engine import WeightSpec
 from core.mesh import RankMesh
-from core.protocols import LogProbKind, MemoryTag, SamplingParams, WeightSpec
+from core.rollout import LogProbKind, MemoryTag, SamplingParams
+from manymesh.parts.padded_rows import PaddedPrompts, cut
+from manymesh.parts.pretrained import load_causal_lm
+from manymesh.parts.rollout_checks import check_tags, eos_ids, load_tokenizer, not_initialized, stop_ids, valid_version
+from manymesh.parts.rollout_rows import Prompts, Responses
+from manymesh.parts.sampling import ResponseEnd, RowSampler, row_uniforms, stop_strings
+from manymesh.parts.versioned_weights import VersionedWeights
+from manymesh.parts.world_mesh import world_mesh, world_size
 from manymesh_hf.config import HfRolloutConfig
 from manymesh_hf.plan import plan
-from sdk.parts.padded_rows import PaddedPrompts, cut
-from sdk.parts.pretrained import load_causal_lm
-from sdk.parts.rollout_checks import check_tags, eos_ids, load_tokenizer, not_initialized, stop_ids, valid_version
-from sdk.parts.rollout_rows import Prompts, Responses
-from sdk.parts.sampling import ResponseEnd, RowSampler, row_uniforms, stop_strings
-from sdk.parts.versioned_weights import VersionedWeights
-from sdk.parts.world_mesh import world_mesh, world_size
 
 
 class HfRollout:
-    """`core.protocols.Rollout` over transformers.
+    """`core.rollout.Rollout` over transformers.
 
     Versions: 0 after `initialize()`, the update's version after `finish_weight_update()`, None in between, after a
     failed update and after `release(["weights"])`, until a whole update was loaded.
@@ -71,7 +72,7 @@ class HfRollout:
         self._weights = VersionedWeights(self._model)
 
     def generate(self, prompts: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
-        """See `core.protocols.Rollout.generate`. Columns come back on the device of prompt_ids.
+        """See `core.rollout.Rollout.generate`. Columns come back on the device of prompt_ids.
 
         Sample j of the prompt with prompt_id i (its row number where there is no such column) draws from
         (sampling.seed, i, j); without a seed, from fresh entropy. With temperature 0, log-probabilities RAW and
@@ -158,7 +159,7 @@ class HfRollout:
             weights.resume()
 
     def begin_weight_update(self, specs: Sequence[WeightSpec], version: int) -> None:
-        """See `core.protocols.Rollout`; raises as sdk.parts.versioned_weights."""
+        """See `core.rollout.Rollout`; raises as manymesh.parts.versioned_weights."""
         self._loaded().begin(specs, version)
 
     def load_bucket(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tensordict import TensorDict
 
-import sdk.parts.saved_form
+import manymesh.parts.saved_form
 from core.errors import Refused
-from core.protocols import SamplingParams
+from core.rollout import SamplingParams
 from manymesh_hf.config import HfRolloutConfig
 from manymesh_hf.rollout import HfRollout
 from sdk.conformance.suites.rollout_base import Models, Weights, prompts, responses, specs, update
@@ -81,7 +81,7 @@ def test_a_model_whose_checkpoint_is_computed_is_refused_before_anything_changes
     def computed(model: Any, state: Weights) -> Weights:
         return state | {"model.norm.weight": state["model.norm.weight"] + 1}
 
-    monkeypatch.setattr(sdk.parts.saved_form, "revert_weight_conversion", computed)
+    monkeypatch.setattr(manymesh.parts.saved_form, "revert_weight_conversion", computed)
     rollout = ready(models.directory(1))
     with pytest.raises(Refused, match=r"cannot be loaded tensor by tensor[\s\S]*model\.norm\.weight"):
         rollout.begin_weight_update(specs(models.weights(1)), 1)

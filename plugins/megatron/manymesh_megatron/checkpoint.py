@@ -20,14 +20,14 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from core.errors import Refused
 from core.manifest import ModelFacts
 from core.mesh import RankMesh
+from manymesh.parts import checkpoint_directory
+from manymesh.parts.agreement import agree
+from manymesh.parts.checkpoint_directory import Contents
 from manymesh_megatron.config import MegatronConfig
 from manymesh_megatron.groups import sizes
 from manymesh_megatron.pieces import Piece, State, state_of
 from manymesh_megatron.runtime import Runtime
 from manymesh_megatron.storage import Index, Written, write_index, write_pieces
-from sdk.parts import checkpoint_directory
-from sdk.parts.agreement import agree
-from sdk.parts.checkpoint_directory import Contents
 
 if TYPE_CHECKING:
     from manymesh_megatron.engine import Loaded

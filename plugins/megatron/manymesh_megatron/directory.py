@@ -12,8 +12,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from core.engine import WeightSpec
 from core.errors import Refused
-from core.protocols import WeightSpec
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MEND = "give a directory written by save_pretrained: config.json and *.safetensors"

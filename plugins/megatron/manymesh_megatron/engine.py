@@ -1,4 +1,4 @@
-"""The Megatron engine: megatron-core's models, schedules and optimizer behind `core.protocols.Engine`.
+"""The Megatron engine: megatron-core's models, schedules and optimizer behind `core.engine.Engine`.
 
 Reading order of a step: `train_mode`, `optimizer_zero_grad`, `forward_backward`, `optimizer_step`, `lr_scheduler_step`.
 """
@@ -22,10 +22,13 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tensordict import TensorDict
 
+from core.engine import MicroResult, StepInfo, WeightSpec
 from core.errors import Refused
+from core.loss import LossFn, LossScale
 from core.manifest import Limits, ModelFacts
 from core.mesh import RankMesh
-from core.protocols import LossFn, LossScale, MicroResult, StepInfo, WeightSpec
+from manymesh.parts.agreement import agree, on_first_rank
+from manymesh.parts.micro_batches import check_padded, check_request
 from manymesh_megatron.checkpoint import Checkpoints
 from manymesh_megatron.config import MegatronConfig
 from manymesh_megatron.ddp import in_ddp
@@ -37,8 +40,6 @@ from manymesh_megatron.plan import plan
 from manymesh_megatron.runtime import Runtime
 from manymesh_megatron.schedule import Step, check_shapes, common_shapes
 from manymesh_megatron.weights import NamedWeights
-from sdk.parts.agreement import agree, on_first_rank
-from sdk.parts.micro_batches import check_padded, check_request
 
 Adapter = Literal["merged", "only"]
 _logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Loaded:
 
 
 class MegatronEngine:
-    """Meets `core.protocols.Engine`. The default process group spans the engine's ranks.
+    """Meets `core.engine.Engine`. The default process group spans the engine's ranks.
 
     Args:
         config: options; see MegatronConfig.
@@ -189,7 +190,7 @@ class MegatronEngine:
         forward_only: bool = False,
         outputs: frozenset[str] = frozenset(),
     ) -> list[MicroResult] | None:
-        """Collective; see core.protocols. Kept outputs stay on the device; training that fails leaves no gradients.
+        """Collective; see core.engine.Engine. Kept outputs stay on the device; training that fails leaves no gradients.
 
         Raises:
             Refused: an output that the engine doesn't have, a batch that isn't padded or not to a legal width, a number
@@ -263,7 +264,7 @@ class MegatronEngine:
     def export_weights(
         self, adapter: Adapter = "merged", dst: Literal["all", "first"] = "all"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Collective; see core.protocols. Parameters that are on CPU are loaded for the time."""
+        """Collective; see core.engine.Engine. Parameters that are on CPU are loaded for the time."""
         weights = self._named(adapter)
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,7 +14,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from core.protocols import StepInfo
+from core.engine import StepInfo
 from manymesh_megatron.config import MegatronConfig
 
 MOMENTS, MASTER = ("exp_avg", "exp_avg_sq"), "fp32_param"

@@ -13,12 +13,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from tensordict import TensorDict
 
 from core.batch import metadata
+from core.engine import MicroResult
 from core.errors import Refused
+from core.loss import LossFn, LossScale, Metric
 from core.manifest import Limits
-from core.protocols import LossFn, LossScale, Metric, MicroResult
+from manymesh.parts.log_probs import vocab_log_probs
+from manymesh.parts.micro_batches import check_loss
 from manymesh_megatron.rows import Rows
-from sdk.parts.log_probs import vocab_log_probs
-from sdk.parts.micro_batches import check_loss
 
 
 def check_shapes(limits: Limits, micro_batches: Sequence[TensorDict]) -> None:

@@ -22,12 +22,12 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from core.engine import WeightSpec
 from core.errors import Refused
 from core.manifest import ModelFacts
-from core.protocols import WeightSpec
+from manymesh.parts.weights import checked, together
 from manymesh_megatron.directory import SavedDirectory
 from manymesh_megatron.names import SCORE, SHARDED_DIM, Kind, SavedAs, saved_as, saved_shape, views
-from sdk.parts.weights import checked, together
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection

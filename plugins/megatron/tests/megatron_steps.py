@@ -14,10 +14,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tensordict import TensorDict
 
+from core._rows.shards import deal_rows
 from core.batch import select, take, to_jagged, to_padded
 from core.config import OptimizerConfig
-from core.protocols import LossSpec
-from core.shards import deal_rows
+from core.loss import LossSpec
 from core.worker import WorkerContext, placed
 from manymesh.workers.micro_batch import MicroBatchConfig
 from manymesh.workers.training import TrainingWorker, TrainingWorkerConfig

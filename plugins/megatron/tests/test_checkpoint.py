@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_steps import checkpoint_tensors, engine_of, step, weights
 from named_models import SIZES, Tensors, differing
 
-from sdk.parts.checkpoint_directory import MANIFEST
+from manymesh.parts.checkpoint_directory import MANIFEST
 from sdk.reference import OPTIMIZER, make_batch, movement_error
 
 BATCHES = [make_batch(seed=seed) for seed in range(4)]

@@ -15,7 +15,7 @@ from megatron_steps import checkpoint_tensors, engine_of, step, weights
 from named_models import differing
 
 from core.errors import Refused
-from sdk.parts.checkpoint_directory import MANIFEST
+from manymesh.parts.checkpoint_directory import MANIFEST
 from sdk.reference import make_batch
 
 BATCHES = [make_batch(seed=seed) for seed in range(4)]

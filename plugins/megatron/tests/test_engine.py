@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megatron_steps import engine_of, infer, step, weights
 
 from core.config import OptimizerConfig
+from core.engine import Engine
 from core.errors import ConfigError, Refused
-from core.protocols import Engine
 from manymesh_megatron.config import MegatronConfig
 from manymesh_megatron.engine import MegatronEngine
 from sdk.reference import BOTH, PolicyLoss, make_batch, movement_error, scale_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 
-from sdk.parts.parent_watch import end_with
+from manymesh.parts.parent_watch import end_with
 
 
 def main() -> None:

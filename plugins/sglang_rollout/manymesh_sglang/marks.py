@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.protocols import LogProbKind
+from core.rollout import LogProbKind
 
 SWITCH = "MANYMESH_SGLANG_SAMPLER"  # "1" in the environment of SGLang's processes: they sample our way
 KIND = "manymesh_log_probs"  # in SGLang's custom_params of a request

@@ -10,14 +10,14 @@ import torch
 
 from core.errors import Refused
 from core.manifest import ModelFacts
-from core.protocols import SamplingParams
+from core.rollout import SamplingParams
+from manymesh.parts.rollout_checks import check_stop_strings, eos_ids, has_tokenizer, load_tokenizer, stop_ids
+from manymesh.parts.rollout_rows import Prompts
+from manymesh.parts.row_seeds import row_keys
 from manymesh_sglang import sampling as asked
 from manymesh_sglang.arguments import context
 from manymesh_sglang.config import SglangRolloutConfig
 from manymesh_sglang.marks import SEED_BITS
-from sdk.parts.rollout_checks import check_stop_strings, eos_ids, has_tokenizer, load_tokenizer, stop_ids
-from sdk.parts.rollout_rows import Prompts
-from sdk.parts.row_seeds import row_keys
 
 
 @attrs.frozen

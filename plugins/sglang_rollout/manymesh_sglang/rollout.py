@@ -10,23 +10,24 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from core.device import choose_device
+from core.engine import WeightSpec
 from core.errors import Refused
 from core.manifest import ModelFacts
 from core.mesh import RankMesh
-from core.protocols import LogProbKind, MemoryTag, SamplingParams, WeightSpec
+from core.rollout import LogProbKind, MemoryTag, SamplingParams
+from manymesh.parts.checkpoint_weights import read_checkpoint
+from manymesh.parts.rollout_checks import check_tags, no_update, not_initialized, valid_version
+from manymesh.parts.rollout_rows import Prompts, Responses
+from manymesh.parts.weights import Announced, check_specs
 from manymesh_sglang.config import SglangRolloutConfig
 from manymesh_sglang.engine import LocalEngine
 from manymesh_sglang.plan import plan
 from manymesh_sglang.requests import Asking, may_release
 from manymesh_sglang.sampling import Answer, is_certain
-from sdk.parts.checkpoint_weights import read_checkpoint
-from sdk.parts.rollout_checks import check_tags, no_update, not_initialized, valid_version
-from sdk.parts.rollout_rows import Prompts, Responses
-from sdk.parts.weights import Announced, check_specs
 
 
 class SglangRollout:
-    """`core.protocols.Rollout` over SGLang, whose engine this process holds.
+    """`core.rollout.Rollout` over SGLang, whose engine this process holds.
 
     Versions: 0 after `initialize()`, the update's version after `finish_weight_update()`, None in between, after a
     failed update and after `release(["weights"])`, until a whole update was loaded.
@@ -80,7 +81,7 @@ class SglangRollout:
         self._asleep = frozenset()
 
     def generate(self, prompts: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
-        """See `core.protocols.Rollout.generate`. Columns come back on the device of prompt_ids.
+        """See `core.rollout.Rollout.generate`. Columns come back on the device of prompt_ids.
 
         Sample j of the prompt with prompt_id i (its row number where there is no such column) draws from
         (sampling.seed, i, j); without a seed, from fresh entropy. With temperature 0, log-probabilities RAW and
@@ -155,7 +156,7 @@ class SglangRollout:
             self._asleep -= set(waking)
 
     def begin_weight_update(self, specs: Sequence[WeightSpec], version: int) -> None:
-        """See `core.protocols.Rollout`. An update that was begun before and not finished is forgotten.
+        """See `core.rollout.Rollout`. An update that was begun before and not finished is forgotten.
 
         Raises:
             Refused: names, shapes or kinds of dtype differ from the model's (dtypes of one kind are cast), or the

@@ -12,7 +12,7 @@ import torch
 from sglang.srt.layers.logprob_processor import LogprobResult
 from sglang.srt.layers.sampler import Sampler
 
-from core.protocols import LogProbKind
+from core.rollout import LogProbKind
 from manymesh_sglang.marks import KINDS
 
 RAW, TEMPERATURE, PROCESSED = (KINDS.index(kind) for kind in LogProbKind)

@@ -14,9 +14,9 @@ from typing import Any
 import attrs
 
 from core.errors import ManymeshError, Refused
-from core.protocols import GenerationDelta, LogProbKind, SamplingParams
+from core.rollout import GenerationDelta, LogProbKind, SamplingParams
+from manymesh.parts.served_rows import by_version
 from manymesh_sglang.marks import KIND, SEED_BITS, SWITCH
-from sdk.parts.served_rows import by_version
 
 FINISHED = ("stop", "length", "abort")
 MAX_PENALTY = 2.0

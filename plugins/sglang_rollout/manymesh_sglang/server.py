@@ -12,7 +12,11 @@ from core.device import choose_device
 from core.errors import ManymeshError, Refused
 from core.manifest import ModelFacts
 from core.mesh import RankMesh
-from core.protocols import SamplingParams
+from core.rollout import SamplingParams
+from manymesh.parts.checkpoint_weights import read_checkpoint
+from manymesh.parts.rollout_checks import not_initialized
+from manymesh.parts.rollout_rows import Prompts
+from manymesh.parts.served_rollout import ServedEngine, ServedRollout
 from manymesh_sglang.arguments import SPARE, arguments, cannot_run, environment
 from manymesh_sglang.config import SglangServerConfig
 from manymesh_sglang.http import HttpClient
@@ -22,17 +26,13 @@ from manymesh_sglang.requests import Asking, may_release
 from manymesh_sglang.sampling import is_certain
 from manymesh_sglang.serving import HttpEngine, Request
 from manymesh_sglang.ways import ByCollective, ByDisk, InSharedMemory, Way
-from sdk.parts.checkpoint_weights import read_checkpoint
-from sdk.parts.rollout_checks import not_initialized
-from sdk.parts.rollout_rows import Prompts
-from sdk.parts.served_rollout import ServedEngine, ServedRollout
 
 
 class SglangServer(ServedRollout):
-    """`core.protocols.RolloutServer` over SGLang: each rank has a replica, a server that ends with its own process, or
+    """`core.rollout.RolloutServer` over SGLang: each rank has a replica, a server that ends with its own process, or
     one of `config.addresses`, which is neither started nor ended.
 
-    See sdk.parts.served_rollout.ServedRollout for versions, pauses and updates.
+    See manymesh.parts.served_rollout.ServedRollout for versions, pauses and updates.
 
     Args:
         config: options; `config.model` is the directory to load.

@@ -10,13 +10,14 @@ from typing import Any
 
 import attrs
 
+from core.engine import WeightSpec
 from core.errors import DeadlineExceeded, ManymeshError, Refused
-from core.protocols import GenerationDelta, PauseMode, WeightSpec
+from core.rollout import GenerationDelta, PauseMode
+from manymesh.parts.event_loop import LoopThread
 from manymesh_sglang.http import HttpClient, ServerError
 from manymesh_sglang.process import ServerProcess
 from manymesh_sglang.sampling import PROBE, Answer, check_probe
 from manymesh_sglang.ways import Bucket, Way, told
-from sdk.parts.event_loop import LoopThread
 
 POLL_S = 0.05
 DEATH_S = 3.0  # between a broken connection and the end of the process that broke it
@@ -60,7 +61,7 @@ class Running:
 
 
 class HttpEngine:
-    """sdk.parts.served_rollout.ServedEngine over a server.
+    """manymesh.parts.served_rollout.ServedEngine over a server.
 
     Args:
         process: where the server is this process's child: it is ended at the end.

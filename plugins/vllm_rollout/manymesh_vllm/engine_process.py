@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import load
 from vllm.v1.sample.sampler import Sampler
 
-from core.protocols import LogProbKind, WeightSpec
+from core.engine import WeightSpec
+from core.rollout import LogProbKind
+from manymesh.parts.checkpoint_weights import expected_tensors
 from manymesh_vllm.weights import WeightUpdate
-from sdk.parts.checkpoint_weights import expected_tensors
 
 KIND = "manymesh_log_probs"  # in vLLM's extra_args of a request
 OWNER = "MANYMESH_VLLM_OWNER"  # environment variable: the process to end with

@@ -13,19 +13,14 @@ from tensordict import TensorDict
 from torch.distributed.device_mesh import init_device_mesh
 
 from core.device import choose_device
+from core.engine import WeightSpec
 from core.errors import ManymeshError, Refused
 from core.manifest import ModelFacts
 from core.mesh import RankMesh
-from core.protocols import LogProbKind, MemoryTag, SamplingParams, WeightSpec
-from manymesh_vllm import sampling as asked
-from manymesh_vllm.config import VllmRolloutConfig
-from manymesh_vllm.engine import LocalEngine
-from manymesh_vllm.memory import SleepingMemory
-from manymesh_vllm.plan import TP, plan
-from manymesh_vllm.weights import WeightUpdate
-from sdk.parts.agreement import agree
-from sdk.parts.checkpoint_weights import read_checkpoint
-from sdk.parts.rollout_checks import (
+from core.rollout import LogProbKind, MemoryTag, SamplingParams
+from manymesh.parts.agreement import agree
+from manymesh.parts.checkpoint_weights import read_checkpoint
+from manymesh.parts.rollout_checks import (
     check_stop_strings,
     check_tags,
     eos_ids,
@@ -36,15 +31,21 @@ from sdk.parts.rollout_checks import (
     stop_ids,
     valid_version,
 )
-from sdk.parts.rollout_rows import Prompts, Responses
-from sdk.parts.row_seeds import row_keys
-from sdk.parts.weights import check_specs
+from manymesh.parts.rollout_rows import Prompts, Responses
+from manymesh.parts.row_seeds import row_keys
+from manymesh.parts.weights import check_specs
+from manymesh_vllm import sampling as asked
+from manymesh_vllm.config import VllmRolloutConfig
+from manymesh_vllm.engine import LocalEngine
+from manymesh_vllm.memory import SleepingMemory
+from manymesh_vllm.plan import TP, plan
+from manymesh_vllm.weights import WeightUpdate
 
 T = TypeVar("T")
 
 
 class VllmRollout:
-    """`core.protocols.Rollout` over vLLM, in this process.
+    """`core.rollout.Rollout` over vLLM, in this process.
 
     Versions: 0 after `initialize()`, the update's version after `finish_weight_update()`, None in between, after a
     failed update and after `release(["weights"])`, until a whole update was loaded.
@@ -133,7 +134,7 @@ class VllmRollout:
         return value
 
     def generate(self, prompts: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
-        """See `core.protocols.Rollout.generate`. Columns come back on the device of prompt_ids.
+        """See `core.rollout.Rollout.generate`. Columns come back on the device of prompt_ids.
 
         Sample j of the prompt with prompt_id i (its row number where there is no such column) draws from
         (sampling.seed, i, j); without a seed, from fresh entropy. With temperature 0, log-probabilities RAW and
@@ -230,7 +231,7 @@ class VllmRollout:
         return self._engine, self._memory
 
     def begin_weight_update(self, specs: Sequence[WeightSpec], version: int) -> None:
-        """See `core.protocols.Rollout`. An update that was begun before and not finished is forgotten.
+        """See `core.rollout.Rollout`. An update that was begun before and not finished is forgotten.
 
         Raises:
             Refused: names, shapes or kinds of dtype differ from the model's (dtypes of one kind are cast), or the

@@ -11,7 +11,7 @@ import vllm
 from vllm.v1.sample.sampler import Sampler
 
 from core.errors import ManymeshError, Refused
-from core.protocols import LogProbKind, SamplingParams
+from core.rollout import LogProbKind, SamplingParams
 
 COLDEST = 0.01  # vLLM warms what is colder, to this
 FINISHED = ("stop", "length", "abort")

@@ -11,14 +11,9 @@ import torch.distributed as dist
 
 from core.device import choose_device
 from core.mesh import RankMesh
-from core.protocols import MemoryTag, SamplingParams
-from manymesh_vllm import sampling as asked
-from manymesh_vllm.config import VllmRolloutConfig
-from manymesh_vllm.memory import SleepingMemory
-from manymesh_vllm.plan import server_plan
-from manymesh_vllm.serving import AsyncEngine, Request
-from sdk.parts.checkpoint_weights import read_checkpoint
-from sdk.parts.rollout_checks import (
+from core.rollout import MemoryTag, SamplingParams
+from manymesh.parts.checkpoint_weights import read_checkpoint
+from manymesh.parts.rollout_checks import (
     check_stop_strings,
     check_tags,
     eos_ids,
@@ -27,15 +22,20 @@ from sdk.parts.rollout_checks import (
     not_initialized,
     stop_ids,
 )
-from sdk.parts.rollout_rows import Prompts
-from sdk.parts.row_seeds import row_keys
-from sdk.parts.served_rollout import ServedEngine, ServedRollout
+from manymesh.parts.rollout_rows import Prompts
+from manymesh.parts.row_seeds import row_keys
+from manymesh.parts.served_rollout import ServedEngine, ServedRollout
+from manymesh_vllm import sampling as asked
+from manymesh_vllm.config import VllmRolloutConfig
+from manymesh_vllm.memory import SleepingMemory
+from manymesh_vllm.plan import server_plan
+from manymesh_vllm.serving import AsyncEngine, Request
 
 
 class VllmServer(ServedRollout):
-    """`core.protocols.RolloutServer` over vLLM: each rank has a replica, an engine in processes that end with its own.
+    """`core.rollout.RolloutServer` over vLLM: each rank has a replica, an engine in processes that end with its own.
 
-    See sdk.parts.served_rollout.ServedRollout for versions, pauses and updates. Temperatures below 0.01 are refused.
+    See `ServedRollout` for versions, pauses and updates. Temperatures below 0.01 are refused.
 
     Args:
         config: options; `config.model` is the directory to load.

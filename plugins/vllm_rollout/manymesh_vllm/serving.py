@@ -19,16 +19,17 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from core.engine import WeightSpec
 from core.errors import ManymeshError, Refused
 from core.manifest import ModelFacts
-from core.protocols import GenerationDelta, LogProbKind, PauseMode, SamplingParams, WeightSpec
+from core.rollout import GenerationDelta, LogProbKind, PauseMode, SamplingParams
+from manymesh.parts.event_loop import LoopThread
+from manymesh.parts.served_rollout import Bucket
+from manymesh.parts.served_rows import by_version
 from manymesh_vllm import sampling as asked
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.engine import arguments, cannot_run, check_platform, environment_of
 from manymesh_vllm.engine_process import KIND, OWNER, ServerExtension
-from sdk.parts.event_loop import LoopThread
-from sdk.parts.served_rollout import Bucket
-from sdk.parts.served_rows import by_version
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -69,7 +70,7 @@ class Request:
 
 
 class AsyncEngine:
-    """sdk.parts.served_rollout.ServedEngine over vLLM's AsyncLLM, whose process ends with this one, however that ends.
+    """`ServedEngine` over vLLM's AsyncLLM, whose process ends with this one, however that ends.
 
     Coroutines of this class run on its own loop: `call` waits for one from any thread, `there` awaits one on any loop.
 

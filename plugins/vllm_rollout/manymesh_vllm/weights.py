@@ -15,9 +15,9 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from core.engine import WeightSpec
 from core.errors import ManymeshError
-from core.protocols import WeightSpec
-from sdk.parts.weights import Announced, some
+from manymesh.parts.weights import Announced, some
 
 _OURS = "_manymesh_copy"  # marks a tensor that is no sender's
 
@@ -32,7 +32,7 @@ class WeightUpdate:
     def __init__(
         self, worker: Any, expected: Mapping[str, torch.Tensor], specs: Sequence[WeightSpec], version: int
     ) -> None:
-        """Raises Refused as sdk.parts.weights.check_specs; nothing has changed then."""
+        """Raises Refused as manymesh.parts.weights.check_specs; nothing has changed then."""
         self._announced = Announced(specs, expected)
         self.version = version
         self._worker, self._model = worker, worker.model_runner.get_model()

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from core.batch import metadata, select, to_jagged, to_padded, with_metadata
 from core.config import OptimizerConfig
 from core.errors import Refused
-from core.protocols import LossFn
+from core.loss import LossFn
 from sdk.conformance.base import Subject, gate
 from sdk.conformance.suites.mesh import MeshSuite
 from sdk.reference import BOTH, PlainTrainer, PolicyLoss, ValueLoss, make_batch, scale_of

@@ -14,8 +14,8 @@ import attrs
 import pytest
 import torch
 
+from core.loss import LossFn
 from core.manifest import Capability
-from core.protocols import LossFn
 from sdk.conformance.base import Subject, absent, offered
 from sdk.conformance.suites.engine_base import (
     BATCHES,

@@ -16,9 +16,10 @@ import torch
 
 from core.batch import to_jagged, with_metadata
 from core.config import OptimizerConfig
+from core.engine import Engine
 from core.errors import Refused
+from core.loss import LossFn
 from core.manifest import Capability
-from core.protocols import Engine, LossFn
 from sdk.conformance.base import Subject, absent, offered
 from sdk.conformance.suites.engine_base import (
     BATCHES,
@@ -266,7 +267,7 @@ class LifeSuite(EngineSuite):
     @same_for_every_model_type
     def test_an_engine_is_there_between_initialize_and_shutdown(self, world_size: int) -> None:
         for each in self.lives(world_size):
-            assert each["answers"].pop("is an Engine"), "it is no core.protocols.Engine"
+            assert each["answers"].pop("is an Engine"), "it is no core.engine.Engine"
             for when, answer in each["answers"].items():
                 assert answer.startswith("refused"), f"{when}: {answer}"
 

@@ -11,8 +11,8 @@ from tensordict import TensorDict
 from core.batch import select, with_metadata
 from core.config import OptimizerConfig
 from core.errors import Refused
+from core.loss import LossFn
 from core.manifest import Capability
-from core.protocols import LossFn
 from sdk.conformance.base import Subject, absent, offered
 from sdk.conformance.suites.engine_base import (
     BATCHES,

@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from core.engine import WeightSpec
+from core.loss import LossFn
 from core.manifest import Capability
-from core.protocols import LossFn, WeightSpec
+from manymesh.parts.weights import together
 from sdk.conformance.base import Subject, absent, offered
 from sdk.conformance.suites.engine_base import (
     BATCHES,
@@ -25,7 +27,6 @@ from sdk.conformance.suites.engine_base import (
     step,
     weights,
 )
-from sdk.parts.weights import together
 
 
 def exported(

@@ -15,8 +15,9 @@ from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
 from core.batch import jagged
+from core.engine import WeightSpec
 from core.manifest import Capability
-from core.protocols import LogProbKind, Rollout, SamplingParams, WeightSpec
+from core.rollout import LogProbKind, Rollout, SamplingParams
 from sdk.conformance.base import Conformance, Session
 from sdk.testing import character_tokenizer
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from core.errors import Refused
 from core.manifest import Capability
-from core.protocols import Rollout
+from core.rollout import Rollout
 from sdk.conformance.base import absent
 from sdk.conformance.suites.rollout_base import Held, RolloutSuite, child_processes, prompts, specs
 

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from core.manifest import Capability
-from core.protocols import Rollout, SamplingParams
+from core.rollout import Rollout, SamplingParams
 from sdk.conformance.base import Conformance, Subject, gate
 from sdk.conformance.suites.mesh import MeshSuite
 from sdk.conformance.suites.rollout_base import RolloutSuite, Row, Weights, prompts, rows_of, update

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from core.batch import metadata, objects
 from core.errors import Refused
 from core.manifest import Capability
-from core.protocols import Rollout
+from core.rollout import Rollout
 from sdk.conformance.suites.rollout_base import CONTEXT, EOS, RolloutSuite, greedy_error, prompts, responses, rows_of
 from sdk.testing import characters
 

@@ -10,7 +10,7 @@ import torch
 
 from core.errors import Refused
 from core.manifest import Capability
-from core.protocols import LogProbKind, Rollout, SamplingParams
+from core.rollout import LogProbKind, Rollout, SamplingParams
 from sdk.conformance.base import absent, offered
 from sdk.conformance.suites.rollout_base import (
     RolloutSuite,

@@ -15,7 +15,7 @@ import torch
 from core.batch import objects
 from core.errors import Refused
 from core.manifest import Capability
-from core.protocols import GenerationDelta, PauseMode, RolloutServer, SamplingParams
+from core.rollout import GenerationDelta, PauseMode, RolloutServer, SamplingParams
 from sdk.conformance.base import offered
 from sdk.conformance.suites.rollout_base import (
     CONTEXT,

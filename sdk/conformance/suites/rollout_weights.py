@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from core.engine import WeightSpec
 from core.errors import ManymeshError, Refused
 from core.manifest import Capability
-from core.protocols import Rollout, WeightSpec
+from core.rollout import Rollout
 from sdk.conformance.base import absent, offered
 from sdk.conformance.suites.rollout_base import (
     Held,

@@ -19,24 +19,25 @@ from typing import Any, Literal
 import attrs
 import torch
 import torch.distributed as dist
+from manymesh.parts import checkpoint_directory
+from manymesh.parts.adamw import ScheduledAdamW
+from manymesh.parts.agreement import on_every_rank
+from manymesh.parts.live_weights import WeightTable
+from manymesh.parts.log_probs import token_outputs
+from manymesh.parts.micro_batches import check_loss, check_padded, check_request
+from manymesh.parts.pretrained import load_causal_lm
+from manymesh.parts.torch_checkpoint import read_tensors, write_tensors
+from manymesh.parts.world_mesh import world_mesh, world_size
 from tensordict import TensorDict
 from torch.nn.parallel import DistributedDataParallel
 
 from core.batch import metadata
 from core.device import choose_device
+from core.engine import MicroResult, StepInfo, WeightSpec
 from core.errors import Refused
+from core.loss import LossFn, LossScale
 from core.manifest import Limits
 from core.mesh import RankMesh
-from core.protocols import LossFn, LossScale, MicroResult, StepInfo, WeightSpec
-from sdk.parts import checkpoint_directory
-from sdk.parts.adamw import ScheduledAdamW
-from sdk.parts.agreement import on_every_rank
-from sdk.parts.live_weights import WeightTable
-from sdk.parts.log_probs import token_outputs
-from sdk.parts.micro_batches import check_loss, check_padded, check_request
-from sdk.parts.pretrained import load_causal_lm
-from sdk.parts.torch_checkpoint import read_tensors, write_tensors
-from sdk.parts.world_mesh import world_mesh, world_size
 
 from .config import DdpEngineConfig
 from .plan import plan
@@ -56,7 +57,7 @@ class Loaded:
 
 
 class DdpEngine:
-    """Meets `core.protocols.Engine`.
+    """Meets `core.engine.Engine`.
 
     Args:
         config: options.
@@ -142,7 +143,7 @@ class DdpEngine:
         forward_only: bool = False,
         outputs: frozenset[str] = frozenset(),
     ) -> list[MicroResult]:
-        """Collective; see core.protocols. Training that fails leaves no gradients.
+        """Collective; see core.engine.Engine. Training that fails leaves no gradients.
 
         Raises:
             Refused: an output that the engine doesn't have, a batch that isn't padded, or training without a loss or
@@ -224,7 +225,7 @@ class DdpEngine:
     def export_weights(
         self, adapter: Adapter = "merged", dst: Literal["all", "first"] = "all"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """See core.protocols. A tensor is the receiver's own: later training doesn't change it."""
+        """See core.engine.Engine. A tensor is the receiver's own: later training doesn't change it."""
         return self._export(self._weights(adapter), empty=dst == "first" and self._mesh.rank > 0)
 
     def _export(self, weights: WeightTable, *, empty: bool) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from core.errors import DeadlineExceeded, ManymeshError, Refused
-from core.protocols import GenerationDelta, SamplingParams
+from core.rollout import GenerationDelta, SamplingParams
 from manymesh_sglang.config import SglangServerConfig
 from manymesh_sglang.server import SglangServer
 from manymesh_sglang.serving import HttpEngine

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from core._plugins.discovery import Status
 from core.config import structure
-from core.discovery import Status
 from core.errors import ConfigError, Refused
 from core.manifest import Capability
 from core.registry import EngineRegistry

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from core.errors import ManymeshError, Refused
-from core.protocols import GenerationDelta, LogProbKind, SamplingParams
+from core.rollout import GenerationDelta, LogProbKind, SamplingParams
 from manymesh_sglang.sampling import Answer, check, check_probe, request
 
 

@@ -26,7 +26,8 @@ import torch
 from safetensors.torch import load_file
 from tensordict import TensorDict
 from core.batch import jagged
-from core.protocols import SamplingParams, WeightSpec
+from core.engine import WeightSpec
+from core.rollout import SamplingParams
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.server import VllmServer
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from core.errors import Refused
-from core.protocols import SamplingParams
+from core.rollout import SamplingParams
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.rollout import VllmRollout
 from sdk.conformance.suites.rollout_base import Models, Row, Weights, prompts, rows_of, update

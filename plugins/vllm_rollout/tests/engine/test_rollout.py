@@ -12,7 +12,7 @@ import torch
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from core.errors import ManymeshError, Refused
-from core.protocols import LogProbKind, SamplingParams
+from core.rollout import LogProbKind, SamplingParams
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.rollout import VllmRollout
 from sdk.conformance.suites.rollout_base import (

@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from core.errors import Refused
-from core.protocols import GenerationDelta, SamplingParams
+from core.rollout import GenerationDelta, SamplingParams
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.server import VllmServer
 from sdk.conformance.suites.rollout_base import Models, chosen_error, prompts, specs, update

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from core import LossSpec, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from core.batch import with_metadata
 from core.errors import Refused
-from core.protocols import SamplingParams
+from core.rollout import SamplingParams
 from manymesh.workers import ActorRolloutRefConfig, ActorRolloutRefWorker, RolloutWorkerConfig, TrainingWorkerConfig
 from sdk.conformance.suites.rollout_base import Models, prompts
 

@@ -13,26 +13,27 @@ from inspect import signature
 from typing import Any
 
 import torch
+from manymesh.parts.padded_rows import PaddedPrompts, cut
+from manymesh.parts.pretrained import load_causal_lm
+from manymesh.parts.rollout_checks import check_tags, eos_ids, load_tokenizer, not_initialized, stop_ids, valid_version
+from manymesh.parts.rollout_rows import Prompts, Responses
+from manymesh.parts.sampling import ResponseEnd, RowSampler, row_uniforms, stop_strings
+from manymesh.parts.versioned_weights import VersionedWeights
+from manymesh.parts.world_mesh import world_mesh, world_size
 from tensordict import TensorDict
 from transformers import DynamicCache
 
 from core.device import choose_device
+from core.engine import WeightSpec
 from core.mesh import RankMesh
-from core.protocols import LogProbKind, MemoryTag, SamplingParams, WeightSpec
-from sdk.parts.padded_rows import PaddedPrompts, cut
-from sdk.parts.pretrained import load_causal_lm
-from sdk.parts.rollout_checks import check_tags, eos_ids, load_tokenizer, not_initialized, stop_ids, valid_version
-from sdk.parts.rollout_rows import Prompts, Responses
-from sdk.parts.sampling import ResponseEnd, RowSampler, row_uniforms, stop_strings
-from sdk.parts.versioned_weights import VersionedWeights
-from sdk.parts.world_mesh import world_mesh, world_size
+from core.rollout import LogProbKind, MemoryTag, SamplingParams
 
 from .config import TemplateRolloutConfig
 from .plan import plan
 
 
 class TemplateRollout:
-    """Meets `core.protocols.Rollout`.
+    """Meets `core.rollout.Rollout`.
 
     Args:
         config: options; `config.model` is the directory to load.
@@ -70,7 +71,7 @@ class TemplateRollout:
 
     @torch.no_grad()
     def generate(self, prompts: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
-        """See core.protocols. Sample j of the prompt with prompt_id i draws from (sampling.seed, i, j).
+        """See core.rollout.Rollout. Sample j of the prompt with prompt_id i draws from (sampling.seed, i, j).
 
         Raises:
             Refused: no valid weights, or older than min_version; prompts that are empty, of another vocabulary, or that

@@ -1,0 +1,157 @@
+"""What a call of a group's method is made of: who runs it, with which arguments, dealt and joined by which rule."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import attrs
+
+from core._rows.shards import Shard, Uneven
+from core.errors import Refused
+from core.mesh import Route
+
+RowsPerInput = int | Callable[..., int] | None
+NumBlocks = int | Callable[..., int]
+
+
+class Execute(Enum):
+    """Which ranks run a method."""
+
+    ALL = "all"
+    RANK_ZERO = "rank_zero"
+
+
+@attrs.frozen(init=False)
+class PerRank:
+    """An argument that differs by rank: `PerRank([a, b, c, d])` gives rank 2 the value c. Lists are never guessed to be
+    that."""
+
+    values: tuple[Any, ...]
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.__attrs_init__(tuple(values))
+
+    def of(self, rank: int, world_size: int, where: str) -> Any:
+        if len(self.values) != world_size:
+            raise Refused(
+                "a PerRank argument has one value for each rank",
+                have=f"{len(self.values)} values",
+                want=f"{world_size}",
+                where=where,
+            )
+        return self.values[rank]
+
+
+@attrs.frozen(eq=False)
+class RankCall:
+    """What one rank is asked to run. Ranks that get the same arguments share one RankCall, and these travel once."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = attrs.field(factory=dict)
+    shard: Shard | None = None
+
+
+@attrs.frozen
+class Order:
+    """What all ranks of a call are told alike.
+
+    Attributes:
+        reads_only: the method may be given memory that others read too.
+        keep: batches of the answers stay with the transport's store (core._rows.remote).
+    """
+
+    method: str
+    mesh: str | None = None
+    reads_only: bool = False
+    keep: bool = False
+
+
+@attrs.define
+class Call:
+    """One call of a group's method, on the driver.
+
+    Attributes:
+        arguments: the bound signature, without self.
+        route: gives the checked route of a mesh by name.
+        shards: the rows of each dp rank, noted by `dispatch` for `collect`; None where no batch was given.
+        per_input: rows of the answer for each row given; None where that isn't known.
+    """
+
+    group: str
+    world_size: int
+    method: str
+    spec: MethodSpec
+    arguments: inspect.BoundArguments
+    route: Callable[[str], Route]
+    shards: tuple[Shard, ...] | None = None
+    per_input: int | None = None
+
+    @property
+    def where(self) -> str:
+        mesh = f" on mesh {self.spec.mesh!r}" if self.spec.mesh else ""
+        return f"method {self.method!r} of group {self.group!r}{mesh}"
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of the batches given; None where there are none, or they were not dealt."""
+        return None if self.shards is None else sum(stop - start for s in self.shards for start, stop, _ in s.blocks)
+
+    def setting(self, value: Any) -> Any:
+        """A setting of the spec that may be a function of the method's arguments."""
+        if not callable(value):
+            return value
+        bound = self.arguments.signature.bind(*self.arguments.args, **self.arguments.kwargs)
+        bound.apply_defaults()
+        wanted = inspect.signature(value).parameters  # an override may have arguments that its parent's setting lacks
+        return value(**{name: each for name, each in bound.arguments.items() if name in wanted})
+
+
+@attrs.frozen
+class DispatchMode:
+    """A rule to deal and join.
+
+    Attributes:
+        dispatch: from a Call one RankCall for each rank, None for a rank that shall not run.
+        collect: from a Call and the answers by rank the driver's result. Gets only the ranks in `answering`.
+        answering: the ranks whose answers are sent to the driver; None for all.
+        mesh: name of the mesh it routes by, if any.
+        joins_rows: collect gets batches as Rows, whose joining is cheap, and copies them.
+        remote: dispatch and collect also take batches that lie with other workers, as RemoteRows and Kept.
+    """
+
+    name: str
+    dispatch: Callable[[Call], Sequence[RankCall | None]]
+    collect: Callable[[Call, Mapping[int, Any]], Any]
+    answering: Callable[[Call], frozenset[int]] | None = None
+    mesh: str | None = None
+    joins_rows: bool = False
+    remote: bool = False
+
+
+@attrs.frozen
+class MethodSpec:
+    """What `register` hangs on a method."""
+
+    dispatch_mode: DispatchMode | str
+    execute_mode: Execute = Execute.ALL
+    blocking: bool = True
+    rows_per_input: RowsPerInput = 1
+    num_blocks: NumBlocks = 1
+    uneven: Uneven = "error"
+    reducers: Mapping[str, Any] = attrs.field(factory=dict)
+    timeout_s: float | None = None
+    columns: frozenset[str] | None = None
+    reads_only: bool = False
+
+    @property
+    def mode(self) -> DispatchMode:
+        """The mode, which a name of a plugin's has become when the class was bound."""
+        assert isinstance(self.dispatch_mode, DispatchMode)
+        return self.dispatch_mode
+
+    @property
+    def mesh(self) -> str | None:
+        return self.mode.mesh

@@ -1,0 +1,27 @@
+"""The columns of a batch.
+
+A batch is a TensorDict, one row a sequence (prompt then response). Token columns are aligned with `input_ids`: the
+value at position t belongs to token t, so log_probs[t] = log p(input_ids[t] | input_ids[:t]) and log_probs[0] = 0.
+Likewise values[t] is the value of the prefix input_ids[:t], the state in which token t was chosen (read off the model
+at position t - 1), and values[0] = 0.
+Between driver and workers token columns are jagged (nested tensors that share their offsets); micro-batches are padded
+on the right, (rows, tokens) with `attention_mask`. Either form is accepted by worker methods.
+
+| column | shape | dtype | meaning |
+|---|---|---|---|
+| input_ids | rows, tokens | int64 | |
+| attention_mask | rows, tokens | bool | padded form only |
+| response_mask | rows, tokens | bool | tokens that the policy sampled: the ones a policy loss counts |
+| rollout_log_probs | rows, tokens | fp32 | by the rollout; kind in the batch's metadata `log_prob_kind` |
+| old_log_probs, ref_log_probs, entropy, values, advantages, returns | rows, tokens | fp32 | |
+| rewards | rows | fp32 | |
+| prompt_id | rows | int64 | rows of one prompt share it (the group of GRPO) |
+| weight_version | rows | int64 | the policy version that sampled the row |
+| weight_versions | rows | object | of a server: [(version, number of tokens), ...] in the order of the response |
+| finish_reason | rows | object | "stop", "length" or "abort" |
+| row_weight | rows | fp32 | 1 for a real row, 0 for filler; every denominator uses it |
+| prompt_ids | rows, tokens | int64 | input of generate |
+
+Metadata of a batch: `temperature` (float, 1.0 where absent): engines give log_probs and entropy of logits /
+temperature, so that trainer and rollout speak of the same distribution.
+"""

@@ -1,0 +1,57 @@
+"""The contract of weight transfers: how buckets of bytes travel from a trainer to rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TransferRound(Protocol):
+    """How the ends of a transfer hear of each other during one sync. No wait is without a deadline, and all end when
+    an end has stopped the round."""
+
+    @property
+    def timeout_s(self) -> float: ...
+    def put(self, key: str, value: str | bytes = b"1") -> None: ...
+    def get(self, key: str, what: str) -> bytes:
+        """Wait for what an end puts under the key; `what` is for the error at the deadline."""
+        ...
+
+    def wait_until(self, done: Callable[[], bool], what: str, pause: Callable[[float], None] = ...) -> None:
+        """Poll `done`; between polls `pause` waits for the seconds it is given, or less."""
+        ...
+
+
+class WeightTransfer(Protocol):
+    """A kind of link that carries buckets of bytes from one rank of a trainer to all ranks of the rollouts.
+
+    It knows nothing of tensors' names, of versions or of digests: whoever uses it cuts and joins, verifies and commits,
+    the same way for every kind. `send` and `receive` run in a thread of their own and may block; they raise what goes
+    wrong, and wait by means of the round. A factory gets `device`, "cpu" or "cuda": where pieces lie that are sent,
+    and where received ones should.
+    """
+
+    def connect(self, round_: TransferRound, index: int, num_receivers: int, host: str) -> None:
+        """Meet the other ends. `index` 0 is the sender, receivers count from 1; `host` is this node's address."""
+        ...
+
+    def send(self, round_: TransferRound, number: int, pieces: Sequence[torch.Tensor]) -> None:
+        """Send bucket `number` (from 0) of a sync: flat uint8 tensors, which are not touched after the return. At most
+        two buckets are sent and not freed."""
+        ...
+
+    def receive(self, round_: TransferRound, number: int, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+        """The pieces of a bucket, of these numbers of bytes. They stay as they are until bucket number + 2 is asked
+        for."""
+        ...
+
+    def free(self, number: int) -> None:
+        """At the sender: all receivers have loaded the bucket."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything, also in the midst of a sync that was stopped. Can be called twice."""
+        ...

@@ -1,0 +1,146 @@
+"""Loading a stream of named tensors into a live model, by the names that save_pretrained writes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch.overrides import TorchFunctionMode
+
+from core.engine import WeightSpec
+from core.errors import Refused
+from manymesh.parts.saved_form import saved_form
+from manymesh.parts.weights import Announced, checked, some, together
+
+
+class _KeepViews(TorchFunctionMode):
+    """transformers makes the parts of a fused parameter contiguous when it saves; we want them as views."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.contiguous:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@attrs.frozen
+class _Slot:
+    """A saved tensor's place: a strided view of one of the model's tensors."""
+
+    owner: str
+    view: torch.Tensor  # on meta: shape, stride, offset and dtype
+
+
+class WeightTable:
+    """Where each tensor that save_pretrained would write lies in a model's own memory.
+
+    The map is found once, by running transformers' save-time conversion (fused experts to one name an expert, and the
+    like) on meta tensors and following the views it gives. It holds names and strides only, so it stays valid while
+    the weights are dropped.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._live: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+        with _KeepViews():
+            shapes, parts = saved_form(model)
+        owners = {id(tensor): name for name, tensor in shapes.items()}
+        self._slots: dict[str, _Slot] = {}
+        covered: Counter[str] = Counter()
+        self._computed: list[str] = []  # not views, so nothing can be written through them
+        for name, part in parts.items():
+            owner = owners.get(id(part if part._base is None else part._base))
+            if owner is None:
+                self._computed.append(name)
+            else:
+                self._slots[name] = _Slot(owner, part)
+                covered[owner] += part.numel()
+        self._computed += [name for name in shapes if covered[name] != shapes[name].numel()]
+
+    def announced(self, specs: Sequence[WeightSpec]) -> Announced:
+        """What is to come of these specs, which must be what save_pretrained would write; nothing is changed.
+
+        Raises:
+            Refused: as manymesh.parts.weights.check_specs, or this model's weights cannot be written in place.
+        """
+        self._check()
+        return Announced(specs, {name: slot.view for name, slot in self._slots.items()})
+
+    def specs(self) -> list[WeightSpec]:
+        """What save_pretrained would write of this model.
+
+        Raises:
+            Refused: its weights are not views of its parameters.
+        """
+        self._check()
+        views = {name: slot.view for name, slot in self._slots.items()}
+        return [
+            WeightSpec(name, tuple(view.shape), str(view.dtype).removeprefix("torch."), together(name))
+            for name, view in views.items()
+        ]
+
+    def load(self, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Copy a stream of all weights into the model.
+
+        Raises:
+            Refused: as manymesh.parts.weights.checked.
+        """
+        with torch.no_grad():
+            for name, tensor in checked(stream, {spec.name: spec.shape for spec in self.specs()}):
+                self.target(name).copy_(tensor)
+
+    def _check(self) -> None:
+        if self._computed:
+            raise Refused(
+                "this model's checkpoint is computed from its parameters, so it cannot be loaded tensor by tensor",
+                have=some(self._computed),
+                want="names that are views of parameters",
+                mend="use another backend for this model",
+            )
+
+    def target(self, name: str) -> torch.Tensor:
+        """The memory of a saved tensor in the model, to be written to."""
+        slot = self._slots[name]
+        view = slot.view
+        return self._live[slot.owner].detach().as_strided(view.shape, view.stride(), view.storage_offset())
+
+
+class WeightUpdate:
+    """One pass of all weights into the model's own memory, in buckets of any order."""
+
+    def __init__(self, table: WeightTable, specs: Sequence[WeightSpec], version: int) -> None:
+        self.version = version
+        self._table, self._announced = table, table.announced(specs)
+
+    def load(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Copy the bucket's tensors in.
+
+        Raises:
+            Refused: as Announced.check. None of the bucket is copied then.
+        """
+        self._announced.check(bucket)
+        with torch.no_grad():
+            for name, tensor in bucket:
+                self._table.target(name).copy_(tensor)
+        self._announced.came(bucket)
+
+    def check_complete(self) -> None:
+        """Raises Refused with the names that have not come."""
+        self._announced.check_complete()
+
+
+def drop(model: torch.nn.Module) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Free the memory of all parameters, tied ones once. Returns what `restore` needs; buffers stay."""
+    kept = [(parameter, torch.empty_like(parameter, device="meta")) for parameter in model.parameters()]
+    for parameter, _ in kept:
+        parameter.data = parameter.data.new_empty(0)
+    return kept
+
+
+def restore(kept: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
+    """Give dropped parameters memory of the old shape. What it holds is garbage until every weight was loaded."""
+    for parameter, shape in kept:
+        parameter.data = torch.empty_like(shape, device=parameter.device)

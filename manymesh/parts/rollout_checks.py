@@ -1,0 +1,119 @@
+"""What every rollout refuses in the same words: weights that are not there, stops that cannot be, unknown tags."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from core.errors import Refused
+from core.rollout import SamplingParams
+
+TAGS = ("weights", "kv_cache")
+
+
+def valid_version(version: int | None, min_version: int | None, state: str) -> int:
+    """The version to sample with.
+
+    Args:
+        state: what the rollout is in the middle of, where version is None.
+
+    Raises:
+        Refused: there are no valid weights, or they are older than min_version.
+    """
+    if version is None:
+        raise Refused(
+            "the rollout has no valid weights to generate with",
+            have=state,
+            want="weights that were loaded as a whole",
+            mend="initialize(), or resume(['weights']) and run a weight update to its end",
+        )
+    if min_version is not None and version < min_version:
+        raise Refused(
+            "the rollout's weights are too old",
+            have=f"version {version}",
+            want=f"version {min_version} or later",
+            mend="update the weights before generating",
+        )
+    return version
+
+
+def check_tags(tags: Iterable[str]) -> None:
+    """Raises Refused for tags that no rollout has."""
+    unknown = sorted(set(tags) - set(TAGS))
+    if unknown:
+        raise Refused("unknown memory tags", have=unknown, want=f"some of {TAGS}")
+
+
+def not_initialized() -> Refused:
+    return Refused("the rollout has no model yet", mend="call initialize() first")
+
+
+def no_update() -> Refused:
+    return Refused("no weight update is under way", mend="call begin_weight_update first")
+
+
+def stop_ids(sampling: SamplingParams, eos: Iterable[int], vocab_size: int) -> list[int]:
+    """All tokens that end a response, sorted: the model's EOS ids unless ignored, and the stop ids.
+
+    Raises:
+        Refused: a stop id is not in the vocabulary.
+    """
+    foreign = [token for token in sampling.stop_token_ids if not 0 <= token < vocab_size]
+    if foreign:
+        raise Refused("stop_token_ids are not in the vocabulary", have=foreign, want=f"0..{vocab_size - 1}")
+    ends = () if sampling.ignore_eos else tuple(token for token in eos if token < vocab_size)
+    return sorted({*ends, *sampling.stop_token_ids})
+
+
+def check_stop_strings(sampling: SamplingParams) -> None:
+    """Raises Refused for a stop string of no character."""
+    if "" in sampling.stop:
+        raise Refused("a stop string is empty", have=list(sampling.stop), want="at least one character each")
+
+
+def eos_ids(model: str) -> tuple[int, ...]:
+    """The tokens that end a text, of a checkpoint's generation_config.json, else of its config.json."""
+    for file in ("generation_config.json", "config.json"):
+        path = Path(model).expanduser() / file
+        config = json.loads(path.read_text()) if path.is_file() else {}
+        found = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    return ()
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of a model's directory, for stop strings.
+
+    Raises:
+        Refused: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    directory = Path(model).expanduser()
+    cause: Exception | None = None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        # Without any of these files transformers makes an empty tokenizer of the model's family.
+        files = {"tokenizer.json", "tokenizer_config.json", *tokenizer.vocab_files_names.values()}
+        if any((directory / file).is_file() for file in files):
+            return tokenizer
+    except (ImportError, OSError, ValueError) as error:
+        cause = error
+    raise Refused(
+        "stop strings need a tokenizer, and the model directory has none",
+        have=cause,
+        where=str(directory),
+        mend="save the tokenizer into the directory, or use stop_token_ids",
+    ) from cause
+
+
+def has_tokenizer(model: str) -> bool:
+    """Whether load_tokenizer gives one."""
+    try:
+        load_tokenizer(model)
+    except Refused:
+        return False
+    return True
