@@ -65,7 +65,6 @@ class Subject:
 
     Attributes:
         config: the adopter's options.
-        mutant: 'module:function' that gets what was built and gives what is tested; of the kit's own tests.
     """
 
     kind: Kind
@@ -73,31 +72,11 @@ class Subject:
     model_type: str | None
     config: Mapping[str, Any]
     device: str
-    mutant: str | None = None
 
     def build(self, **options: Any) -> Any:
         """The backend in this process, built by the registry from the adopter's options and these."""
-        made = EngineRegistry.new(
-            self.model_type, self.backend, {**self.config, **options}, self.device, kind=self.kind
-        )
-        return pkgutil.resolve_name(self.mutant)(made) if self.mutant else made
-
-
-@attrs.frozen
-class Mutant:
-    """A fault put into a sound backend, to see that the kit finds it.
-
-    Attributes:
-        name: what it does wrong, e.g. "averages instead of sums".
-        tests: names of the tests that must find it.
-        built: see Subject.mutant.
-        entry: the registry's entry with a fault in it.
-    """
-
-    name: str
-    tests: tuple[str, ...]
-    built: str | None = None
-    entry: Callable[[Entry], Entry] = attrs.field(default=lambda entry: entry, repr=False, eq=False)
+        config = {**self.config, **options}
+        return EngineRegistry.new(self.model_type, self.backend, config, self.device, kind=self.kind)
 
 
 class Conformance:
@@ -119,7 +98,6 @@ class Conformance:
     worlds: ClassVar[Sequence[int]] = ()
     device: ClassVar[str] = "cpu"
     expected_failures: ClassVar[Mapping[str, str]] = {}
-    mutant: ClassVar[Mutant | None] = None
 
     @pytest.fixture(autouse=True)
     def _places(self, conformance_session: Any) -> None:
@@ -142,8 +120,7 @@ class Conformance:
             if (entry.kind, entry.name) == (cls.kind, name) and (not owner or entry.distribution == owner)
         ]
         lacking = len(named) == 1 and named[0].status is Status.MISSING_DEPENDENCY
-        entry = named[0] if lacking else found.resolve(cls.backend, cls.kind)
-        return cls.mutant.entry(entry) if cls.mutant else entry
+        return named[0] if lacking else found.resolve(cls.backend, cls.kind)
 
     @classmethod
     def manifest(cls) -> Manifest:
@@ -194,8 +171,7 @@ class Conformance:
 
     @classmethod
     def subject(cls) -> Subject:
-        built = cls.mutant.built if cls.mutant else None
-        return Subject(cls.kind, cls.backend, cls.model_type, dict(cls.config), cls.device, built)
+        return Subject(cls.kind, cls.backend, cls.model_type, dict(cls.config), cls.device)
 
     # Where it runs
 

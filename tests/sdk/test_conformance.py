@@ -6,15 +6,18 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from sdk.conformance import EngineConformance, mutants
-from sdk.conformance.base import Mutant
+from sdk.conformance import EngineConformance
 from sdk.conformance.plugin import REPORT, must_resolve
 from sdk.conformance.report import SuiteResult
+from tests.sdk.kit import mutants
+from tests.sdk.kit.faults import Fault, Mutant, caught_by, entry_fault, mutants_in
 
 ROOT = Path(__file__).parents[2]
 SUITE = """
@@ -142,7 +145,7 @@ FEW = (
 )
 
 
-def check(kind: str, backend: str, chosen: list[Mutant], request: pytest.FixtureRequest) -> None:
+def check(kind: str, backend: str, chosen: Sequence[Mutant], request: pytest.FixtureRequest) -> None:
     session = request.getfixturevalue("conformance_session")
     found = mutants.run(kind, backend, chosen, session)
     assert {each.mutant.name: each.failed for each in found if not each.caught} == {}, "mutants that nothing found"
@@ -152,7 +155,7 @@ def check(kind: str, backend: str, chosen: list[Mutant], request: pytest.Fixture
 
 
 def test_the_kit_finds_some_faults(request: pytest.FixtureRequest) -> None:
-    chosen = [mutant for mutant in mutants.mutants_of("engine") if mutant.name in FEW]
+    chosen = [mutant for mutant in mutants.TARGETS["engine"].mutants if mutant.name in FEW]
     assert len(chosen) == len(FEW)
     check("engine", "fsdp", chosen, request)
 
@@ -161,15 +164,40 @@ def test_the_kit_finds_some_faults(request: pytest.FixtureRequest) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_the_kit_finds_every_fault_of_an_engine(request: pytest.FixtureRequest, backend: str) -> None:
-    check("engine", backend, mutants.mutants_of("engine"), request)
+    check("engine", backend, mutants.TARGETS["engine"].mutants, request)
 
 
 def test_the_table_of_mutants_in_the_docs_is_of_these_mutants() -> None:
-    """It is written by a run (`python -m sdk.conformance.mutants --write`), so a mutant may not be missing in it."""
+    """It is written by a run (`python -m tests.sdk.kit.mutants --write`), so a mutant may not be missing in it."""
     page = (ROOT / "docs/conformance.md").read_text()
     table = page.partition(mutants.BEGIN)[2].partition(mutants.END)[0]
     rows = set(re.findall(r"^\| (.+?) \| `test", table, re.MULTILINE))
-    assert rows == {mutant.name for kind in ("engine", "rollout") for mutant in mutants.mutants_of(kind)}
+    assert rows == {mutant.name for target in mutants.TARGETS.values() for mutant in target.mutants}
+
+
+def test_mutants_are_the_faults_of_a_module_that_name_their_tests_in_their_order() -> None:
+    module = ModuleType("faults")
+
+    class Base(Fault):
+        """is a base of faults"""
+
+    @caught_by("test_a", "test_b")
+    class Second(Base):
+        """does one thing
+        wrong."""
+
+    class Elsewhere(Second):
+        """was imported"""
+
+    first = entry_fault("hides a capability", "test_c")(lambda entry: entry)
+    untested = Mutant("is sound", ())
+    for fault in (Base, Second):
+        fault.__module__ = module.__name__
+    vars(module).update(first=first, Base=Base, Second=Second, Elsewhere=Elsewhere, untested=untested)
+    assert [(mutant.name, mutant.tests) for mutant in mutants_in([module])] == [
+        ("hides a capability", ("test_c",)),
+        ("does one thing wrong", ("test_a", "test_b")),
+    ]
 
 
 def test_a_backend_that_there_is_not_is_said_with_those_there_are() -> None:

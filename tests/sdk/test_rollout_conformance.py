@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from sdk.conformance import RolloutConformance, mutants
-from sdk.conformance.base import Mutant
-from sdk.conformance.rollout_serving_faults import SOUND
+from sdk.conformance import RolloutConformance
+from tests.sdk.kit import mutants
+from tests.sdk.kit.faults import Mutant, OnMutant
+from tests.sdk.kit.rollout_serving_faults import SOUND
 
 # A few here; all of them in the slow set.
 FEW = (
@@ -18,7 +21,7 @@ FEW = (
 )
 
 
-def check(chosen: list[Mutant], request: pytest.FixtureRequest) -> None:
+def check(chosen: Sequence[Mutant], request: pytest.FixtureRequest) -> None:
     found = mutants.run("rollout", "hf", chosen, request.getfixturevalue("conformance_session"))
     for each in found:
         missed = [name for name in each.mutant.tests if not any(mutants.is_named(test, name) for test in each.failed)]
@@ -26,7 +29,7 @@ def check(chosen: list[Mutant], request: pytest.FixtureRequest) -> None:
 
 
 def test_the_suite_finds_some_faults(request: pytest.FixtureRequest) -> None:
-    chosen = [mutant for mutant in mutants.mutants_of("rollout") if mutant.name in FEW]
+    chosen = [mutant for mutant in mutants.TARGETS["rollout"].mutants if mutant.name in FEW]
     assert len(chosen) == len(FEW)
     check(chosen, request)
 
@@ -34,11 +37,11 @@ def test_the_suite_finds_some_faults(request: pytest.FixtureRequest) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_suite_finds_every_fault(request: pytest.FixtureRequest) -> None:
-    check(mutants.mutants_of("rollout"), request)
+    check(mutants.TARGETS["rollout"].mutants, request)
 
 
 @pytest.mark.slow
-class TestServed(RolloutConformance):
+class TestServed(OnMutant, RolloutConformance):
     backend = "hf"
     mutant = SOUND
     worlds = (2,)

@@ -14,7 +14,7 @@ import torch
 
 from core.engine import StepInfo
 from core.errors import Refused
-from sdk.conformance.engine_faults import Fault, caught_by
+from tests.sdk.kit.faults import Fault, caught_by
 
 GOES_ON = "test_training_goes_on_from_a_checkpoint_as_if_unbroken"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -12,8 +11,7 @@ import attrs
 from core.manifest import Capability, Plan
 from core.mesh import MeshLayout, Route
 from core.registry import Entry
-from sdk.conformance.base import Mutant
-from sdk.conformance.engine_faults import MUTANTS, Fault, caught_by
+from tests.sdk.kit.faults import Fault, capabilities, caught_by, entry_fault, with_manifest
 
 
 @caught_by("test_it_runs_where_the_planner_said[world 2]")
@@ -35,22 +33,6 @@ class TwoCollectors(Fault):
         real = super().mesh  # type: ignore[misc]
         ranks = range(real.layout.world_size)
         return attrs.evolve(real, route=Route((0,) * len(ranks), frozenset(ranks)))
-
-
-def entry_fault(name: str, *tests: str) -> Callable[[Callable[[Entry], Entry]], Callable[[Entry], Entry]]:
-    def register(fault: Callable[[Entry], Entry]) -> Callable[[Entry], Entry]:
-        MUTANTS.append(Mutant(name, tests, entry=fault))
-        return fault
-
-    return register
-
-
-def with_manifest(entry: Entry, **changes: Any) -> Entry:
-    return attrs.evolve(entry, manifest=entry.manifest and attrs.evolve(entry.manifest, **changes))
-
-
-def offers(entry: Entry) -> frozenset[Capability]:
-    return entry.manifest.capabilities if entry.manifest else frozenset()
 
 
 @entry_fault("imports torch in its manifest", "test_listing_and_planning_import_nothing_heavy")
@@ -75,12 +57,12 @@ def requires_too_much(entry: Entry) -> Entry:
 
 @entry_fault("moves to CPU, which its manifest doesn't offer", "test_moving_to_cpu_is_refused")
 def hides_offload(entry: Entry) -> Entry:
-    return with_manifest(entry, capabilities=offers(entry) - {Capability.OFFLOAD})
+    return with_manifest(entry, capabilities=capabilities(entry) - {Capability.OFFLOAD})
 
 
 @entry_fault("offers an adapter that it doesn't have", "test_the_adapter_alone_is_what_training_moves")
 def claims_adapter(entry: Entry) -> Entry:
-    return with_manifest(entry, capabilities=offers(entry) | {Capability.ADAPTER})
+    return with_manifest(entry, capabilities=capabilities(entry) | {Capability.ADAPTER})
 
 
 def plan_by_environment(config: Any, world_size: int, model: Any) -> Plan:

@@ -9,8 +9,9 @@ from tensordict import TensorDict
 from core.batch import jagged, object_column, objects, select
 from core.errors import Refused
 from core.rollout import LogProbKind, SamplingParams
-from sdk.conformance.rollout_faults import GenerateFault, caught_by
 from sdk.conformance.suites.rollout_base import prompts
+from tests.sdk.kit.faults import caught_by
+from tests.sdk.kit.rollout_faults import GenerateFault
 
 
 @caught_by("test_rows_come_in_the_order_of_their_prompts_whichever_ends_first")

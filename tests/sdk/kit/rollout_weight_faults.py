@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import attrs
 import torch
 from tensordict import TensorDict
 
@@ -17,9 +16,9 @@ from core.errors import Refused
 from core.manifest import Capability
 from core.registry import Entry
 from core.rollout import SamplingParams
-from sdk.conformance.base import Mutant
-from sdk.conformance.rollout_faults import MUTANTS, Bucket, Fault, GenerateFault, caught_by
-from sdk.conformance.suites.rollout_base import specs
+from sdk.conformance.suites.rollout_base import Bucket, specs
+from tests.sdk.kit.faults import capabilities, caught_by, entry_fault, with_manifest
+from tests.sdk.kit.rollout_faults import GenerateFault, RolloutFault
 
 
 @caught_by("test_what_the_old_weights_left_in_a_cache_is_not_used_after_an_update")
@@ -67,7 +66,7 @@ class IgnoresMinVersion(GenerateFault):
 
 
 @caught_by("test_it_is_the_reference_model_before_and_after_each_of_three_updates[untied]")
-class SwapsKeysAndValues(Fault):
+class SwapsKeysAndValues(RolloutFault):
     """loads keys as values"""
 
     def load_bucket(self, bucket: Bucket) -> None:
@@ -80,7 +79,7 @@ class SwapsKeysAndValues(Fault):
 
 
 @caught_by("test_weights_of_another_model_are_refused_and_the_old_ones_stay[an unknown name]")
-class AcceptsUnknown(Fault):
+class AcceptsUnknown(RolloutFault):
     """passes over names that the model doesn't know"""
 
     def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
@@ -92,7 +91,7 @@ class AcceptsUnknown(Fault):
     "test_weights_of_another_model_are_refused_and_the_old_ones_stay[a missing name]",
     "test_an_incomplete_update_is_not_finished_and_generates_nothing",
 )
-class AcceptsMissing(Fault):
+class AcceptsMissing(RolloutFault):
     """leaves weights that don't come as they were in the checkpoint"""
 
     def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
@@ -112,7 +111,7 @@ class AcceptsMissing(Fault):
 
 
 @caught_by("test_weights_of_another_model_are_refused_and_the_old_ones_stay[another shape]")
-class ChecksLate(Fault):
+class ChecksLate(RolloutFault):
     """refuses weights of another model when the update has begun"""
 
     def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
@@ -125,7 +124,7 @@ class ChecksLate(Fault):
 
 
 @caught_by("test_after_an_aborted_update_nothing_is_sampled_with_weights_that_are_not_whole[1]")
-class TrustsAborted(Fault):
+class TrustsAborted(RolloutFault):
     """takes the weights for whole after an update was aborted"""
 
     def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
@@ -143,7 +142,7 @@ class TrustsAborted(Fault):
 
 
 @caught_by("test_tensors_may_be_reused_after_load_bucket")
-class HoldsTensors(Fault):
+class HoldsTensors(RolloutFault):
     """reads the sender's tensors when the update is finished"""
 
     def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
@@ -159,7 +158,7 @@ class HoldsTensors(Fault):
 
 
 @caught_by("test_a_bad_bucket_is_refused_as_a_whole")
-class LoadsInPart(Fault):
+class LoadsInPart(RolloutFault):
     """loads what comes before a bad tensor in its bucket"""
 
     def load_bucket(self, bucket: Bucket) -> None:
@@ -168,7 +167,7 @@ class LoadsInPart(Fault):
 
 
 @caught_by("test_a_name_announced_twice_is_refused")
-class AcceptsDoubled(Fault):
+class AcceptsDoubled(RolloutFault):
     """takes a name that is announced twice for one"""
 
     def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
@@ -177,7 +176,7 @@ class AcceptsDoubled(Fault):
 
 
 @caught_by("test_an_update_that_nobody_finished_is_forgotten_by_the_next")
-class GoesOn(Fault):
+class GoesOn(RolloutFault):
     """goes on with an update that nobody finished when the next one begins"""
 
     def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
@@ -186,7 +185,7 @@ class GoesOn(Fault):
 
 
 @caught_by("test_weights_of_another_precision_are_cast")
-class RefusesHalves(Fault):
+class RefusesHalves(RolloutFault):
     """refuses weights of another precision"""
 
     def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
@@ -196,7 +195,7 @@ class RefusesHalves(Fault):
 
 
 @caught_by("test_logits_that_are_not_finite_are_an_error")
-class HidesNan(Fault):
+class HidesNan(RolloutFault):
     """loads zeros for what is not a number"""
 
     def load_bucket(self, bucket: Bucket) -> None:
@@ -204,7 +203,7 @@ class HidesNan(Fault):
 
 
 @caught_by("test_released_weights_wait_for_resume_and_a_whole_update")
-class GeneratesAfterRelease(Fault):
+class GeneratesAfterRelease(RolloutFault):
     """generates after its weights were released"""
 
     def release(self, tags: Sequence[str]) -> None:
@@ -212,7 +211,7 @@ class GeneratesAfterRelease(Fault):
 
 
 @caught_by("test_a_released_kv_cache_leaves_the_weights_valid")
-class ReleasesAll(Fault):
+class ReleasesAll(RolloutFault):
     """releases the weights with the KV cache"""
 
     def release(self, tags: Sequence[str]) -> None:
@@ -220,7 +219,7 @@ class ReleasesAll(Fault):
 
 
 @caught_by("test_resume_of_what_is_not_released_changes_nothing")
-class ResumesAnyway(Fault):
+class ResumesAnyway(RolloutFault):
     """takes new memory for weights that have theirs"""
 
     def resume(self, tags: Sequence[str]) -> None:
@@ -229,7 +228,7 @@ class ResumesAnyway(Fault):
 
 
 @caught_by("test_unknown_tags_are_refused")
-class AcceptsTags(Fault):
+class AcceptsTags(RolloutFault):
     """passes over tags that it doesn't know"""
 
     def release(self, tags: Sequence[str]) -> None:
@@ -250,7 +249,7 @@ class InitializesItself(GenerateFault):
 
 
 @caught_by("test_its_mesh_is_valid_before_initialize")
-class LateMesh(Fault):
+class LateMesh(RolloutFault):
     """has no mesh before initialize"""
 
     @property
@@ -261,7 +260,7 @@ class LateMesh(Fault):
 
 
 @caught_by("test_a_directory_without_a_whole_model_is_refused[a weight is missing]")
-class FillsIn(Fault):
+class FillsIn(RolloutFault):
     """leaves weights to chance that the checkpoint lacks"""
 
     def initialize(self) -> None:
@@ -273,7 +272,7 @@ class FillsIn(Fault):
 
 
 @caught_by("test_it_takes_no_requests")
-class TakesRequests(Fault):
+class TakesRequests(RolloutFault):
     """takes requests that its manifest doesn't offer"""
 
     def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Any:
@@ -281,7 +280,7 @@ class TakesRequests(Fault):
 
 
 @caught_by("test_after_shutdown_nothing_works_and_no_process_is_left")
-class LeavesProcess(Fault):
+class LeavesProcess(RolloutFault):
     """leaves a process behind"""
 
     def initialize(self) -> None:
@@ -289,12 +288,6 @@ class LeavesProcess(Fault):
         self._child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
 
 
-def without_row_seeds(entry: Entry) -> Entry:
-    assert entry.manifest is not None
-    hidden = entry.manifest.capabilities - {Capability.ROW_SEEDS}
-    return attrs.evolve(entry, manifest=attrs.evolve(entry.manifest, capabilities=hidden))
-
-
-MUTANTS.append(
-    Mutant("takes a seed that its manifest doesn't offer", ("test_a_seed_is_refused",), entry=without_row_seeds)
-)
+@entry_fault("takes a seed that its manifest doesn't offer", "test_a_seed_is_refused")
+def hides_row_seeds(entry: Entry) -> Entry:
+    return with_manifest(entry, capabilities=capabilities(entry) - {Capability.ROW_SEEDS})

@@ -14,23 +14,21 @@ from core.errors import Refused
 from core.manifest import Capability
 from core.registry import Entry
 from core.rollout import GenerationDelta, LogProbKind, PauseMode, SamplingParams
-from sdk.conformance.base import Mutant
-from sdk.conformance.rollout_faults import Fault, caught_by
-from sdk.conformance.served import Served
+from tests.sdk.kit.faults import Mutant, capabilities, caught_by, with_manifest
+from tests.sdk.kit.rollout_faults import RolloutFault
+from tests.sdk.kit.served import Served
 
 Deltas = AsyncIterator[GenerationDelta]
 
 
 def that_serves(entry: Entry) -> Entry:
-    assert entry.manifest is not None
-    offers = entry.manifest.capabilities | {Capability.SERVER}
-    return attrs.evolve(entry, manifest=attrs.evolve(entry.manifest, capabilities=offers))
+    return with_manifest(entry, capabilities=capabilities(entry) | {Capability.SERVER})
 
 
-SOUND = Mutant("serves, without a fault", (), built=f"{__name__}:Served", entry=that_serves)
+SOUND = Mutant("serves, without a fault", (), put_into=f"{__name__}:Served", entry=that_serves)
 
 
-class ServingFault(Fault):
+class ServingFault(RolloutFault):
     """A fault of a server that is made of the rollout."""
 
     @classmethod

@@ -1,13 +1,10 @@
-"""Faults that are put into a sound engine, each of which the suite must find; here those of numbers. They know the
-protocol, not the engine, but for the schedule's place in a checkpoint.
-
-A fault overrides methods of the engine's class, so that what it doesn't touch is as it was.
-"""
+"""Faults of an engine's numbers. Faults of engines know the protocol, not the engine, but for the schedule's place in a
+checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import attrs
 import torch
@@ -16,35 +13,9 @@ from tensordict import TensorDict
 from core.batch import with_metadata
 from core.engine import MicroResult, StepInfo
 from core.loss import LossScale
-from sdk.conformance.base import Mutant
+from tests.sdk.kit.faults import Fault, caught_by
 
-MUTANTS: list[Mutant] = []
-FaultClass = TypeVar("FaultClass", bound=type["Fault"])
 SUM = "test_the_gradient_is_the_sum_of_shares_over"
-
-
-class Fault:
-    """Base of the faults, put before the engine's class; `super()` is the engine."""
-
-    @classmethod
-    def put_into(cls, engine: Any) -> Any:
-        engine.__class__ = type(cls.__name__, (cls, type(engine)), {})
-        return engine
-
-    if TYPE_CHECKING:  # what the engine has
-
-        def __getattr__(self, name: str) -> Any: ...
-
-
-def caught_by(*tests: str) -> Callable[[FaultClass], FaultClass]:
-    """Name the tests that must find a fault; its docstring says what it does wrong."""
-
-    def register(cls: FaultClass) -> FaultClass:
-        doc = " ".join((cls.__doc__ or "").split()).rstrip(".")
-        MUTANTS.append(Mutant(doc, tests, built=f"{cls.__module__}:{cls.__name__}.put_into"))
-        return cls
-
-    return register
 
 
 class PassFault(Fault):

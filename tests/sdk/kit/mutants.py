@@ -1,8 +1,8 @@
 """Runs the suites on backends with a fault in them, to see that each fault is found.
 
-python -m sdk.conformance.mutants                                # engine fsdp, rollout hf: a table
-python -m sdk.conformance.mutants --write docs/conformance.md    # and into the page, between its marks
-python -m sdk.conformance.mutants --engine megatron --all        # every test on every fault (minutes)
+python -m tests.sdk.kit.mutants                                # engine fsdp, rollout hf: a table
+python -m tests.sdk.kit.mutants --write docs/conformance.md    # and into the page, between its marks
+python -m tests.sdk.kit.mutants --engine megatron --all        # every test on every fault (minutes)
 """
 
 from __future__ import annotations
@@ -18,13 +18,23 @@ from typing import Any
 import attrs
 import pytest
 
-from sdk.conformance.base import Conformance, Mutant, Session
+from sdk.conformance import EngineConformance, RolloutConformance
+from sdk.conformance.base import Conformance, Session
 from sdk.conformance.plugin import SESSION, suite_of
+from tests.sdk.kit import (
+    engine_faults,
+    engine_life_faults,
+    manifest_faults,
+    rollout_row_faults,
+    rollout_serving_faults,
+    rollout_weight_faults,
+)
+from tests.sdk.kit.faults import Mutant, mutants_in, on_mutant
 
-BEGIN = "<!-- mutants: written by `python -m sdk.conformance.mutants --write docs/conformance.md` -->"
+BEGIN = "<!-- mutants: written by `python -m tests.sdk.kit.mutants --write docs/conformance.md` -->"
 END = "<!-- mutants: end -->"
 MODULE = """\
-from sdk.conformance import mutants
+from tests.sdk.kit import mutants
 globals().update(mutants.classes({kind!r}, {backend!r}, {names!r}))
 """
 
@@ -43,28 +53,28 @@ class Found:
         return any(not why.startswith("RuntimeError") for why in self.failed.values())
 
 
-def mutants_of(kind: str) -> list[Mutant]:
-    """All faults for a kind of backend."""
-    if kind == "rollout":
-        from sdk.conformance.rollout_mutants import MUTANTS as rollouts
+@attrs.frozen
+class Target:
+    """A suite, a sound backend, and the faults to put into it."""
 
-        return list(rollouts)
-    from sdk.conformance.engine_mutants import MUTANTS as engines
+    suite: type[Conformance]
+    backend: str
+    mutants: tuple[Mutant, ...]
 
-    return list(engines)
+
+ENGINE_FAULTS = (engine_faults, engine_life_faults, manifest_faults)
+ROLLOUT_FAULTS = (rollout_row_faults, rollout_serving_faults, rollout_weight_faults)
+TARGETS = {
+    "engine": Target(EngineConformance, "fsdp", mutants_in(ENGINE_FAULTS)),
+    "rollout": Target(RolloutConformance, "hf", mutants_in(ROLLOUT_FAULTS)),
+}
 
 
 def classes(kind: str, backend: str, names: Sequence[str]) -> dict[str, type[Conformance]]:
     """A suite for each mutant, by the name that pytest looks for."""
-    import sdk.conformance as kit
-
-    suite: Any = kit.EngineConformance if kind == "engine" else kit.RolloutConformance
-    made = {}
-    for number, mutant in enumerate(mutants_of(kind)):
-        if mutant.name in names:
-            name = f"TestMutant{number}"
-            made[name] = type(name, (suite,), {"__module__": __name__, "backend": backend, "mutant": mutant})
-    return made
+    target = TARGETS[kind]
+    numbered = {f"TestMutant{number}": mutant for number, mutant in enumerate(target.mutants) if mutant.name in names}
+    return {name: on_mutant(target.suite, backend, mutant, name, __name__) for name, mutant in numbered.items()}
 
 
 class Collector:
@@ -79,18 +89,16 @@ class Collector:
             config.stash[SESSION] = self._session
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if self._wanted(item)]
+        items[:] = [item for item in items if self._is_kept(item)]
 
-    def _wanted(self, item: pytest.Item) -> bool:
+    def _is_kept(self, item: pytest.Item) -> bool:
         mutant = self._mutant(item)
         return self._every or any(is_named(item.name, name) for name in mutant.tests)
 
     def _mutant(self, item: pytest.Item) -> Mutant:
-        suite = suite_of(item)
-        assert suite is not None
-        assert suite.mutant is not None
-        self.found.setdefault(suite.mutant.name, Found(suite.mutant))
-        return suite.mutant
+        mutant: Mutant = suite_of(item).mutant  # type: ignore[union-attr]
+        self.found.setdefault(mutant.name, Found(mutant))
+        return mutant
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> Any:
@@ -136,7 +144,8 @@ def table(kind: str, backend: str, found: Sequence[Found]) -> str:
     """Markdown: what each mutant does wrong, and the tests that found it."""
     caught = sum(each.caught for each in found)
     lines = [f"**{kind} {backend}**: {caught} of {len(found)} found.", ""]
-    lines += [f"| {'An' if kind == 'engine' else 'A'} {kind} that ... | is found by |", "|---|---|"]
+    article = "An" if kind[0] in "aeiou" else "A"
+    lines += [f"| {article} {kind} that ... | is found by |", "|---|---|"]
     for each in found:
         tests = ", ".join(f"`{name}`" for name in by_test(each.failed)) or "**nothing**"
         lines.append(f"| {each.mutant.name} | {tests} |")
@@ -158,19 +167,18 @@ def write(page: Path, text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m sdk.conformance.mutants", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--engine", default="fsdp", help="a sound engine to put faults into; '' for none")
-    parser.add_argument("--rollout", default="hf", help="a sound rollout; '' for none")
+    parser = argparse.ArgumentParser(prog="python -m tests.sdk.kit.mutants", description=(__doc__ or "").split("\n")[0])
+    for kind, target in TARGETS.items():
+        parser.add_argument(f"--{kind}", default=target.backend, help=f"a sound {kind} to put faults into; '' for none")
     parser.add_argument("--only", default="", help="mutants with this in their name")
     parser.add_argument("--all", action="store_true", help="every test on every mutant, not only the named ones")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="also write the tables into this page")
     args = parser.parse_args(argv)
     tables, missed = [], []
-    for kind, backend in (("engine", args.engine), ("rollout", args.rollout)):
-        mutants = [mutant for mutant in mutants_of(kind) if args.only in mutant.name] if backend else []
-        if not mutants:
+    for kind, target in TARGETS.items():
+        backend = getattr(args, kind)
+        mutants = [mutant for mutant in target.mutants if args.only in mutant.name]
+        if not backend or not mutants:
             continue
         found = run(kind, backend, mutants, every=args.all)
         tables.append(table(kind, backend, found))

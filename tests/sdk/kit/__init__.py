@@ -1,0 +1,1 @@
+"""The kit's own tests: faults that are put into sound backends, each of which a suite must find. See mutants."""

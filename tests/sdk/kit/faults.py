@@ -1,0 +1,129 @@
+"""What a fault is: a class put before a sound backend's own, or a change of its registry entry."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import attrs
+
+from core.manifest import Capability
+from core.registry import Entry
+from sdk.conformance.base import Conformance, Subject
+
+
+def unchanged(entry: Entry) -> Entry:
+    return entry
+
+
+@attrs.frozen
+class Mutant:
+    """A sound backend with a fault in it.
+
+    Attributes:
+        name: what it does wrong, e.g. "averages instead of sums".
+        tests: names of the tests that must find it.
+        put_into: 'module:function' that takes what the registry built and returns what is tested.
+        entry: changes the registry's entry.
+    """
+
+    name: str
+    tests: tuple[str, ...]
+    put_into: str | None = None
+    entry: Callable[[Entry], Entry] = attrs.field(default=unchanged, repr=False, eq=False)
+
+
+@attrs.frozen(kw_only=True)
+class FaultySubject(Subject):
+    """A subject that becomes the mutant on the rank that builds it."""
+
+    put_into: str
+
+    def build(self, **options: Any) -> Any:
+        return pkgutil.resolve_name(self.put_into)(super().build(**options))
+
+
+class OnMutant:
+    """A suite that tests a mutant of its backend. It comes before the suite among the bases."""
+
+    mutant: ClassVar[Mutant]
+
+    @classmethod
+    def entry(cls) -> Entry:
+        return cls.mutant.entry(super().entry())  # type: ignore[misc]
+
+    @classmethod
+    def subject(cls) -> Subject:
+        sound: Subject = super().subject()  # type: ignore[misc]
+        if cls.mutant.put_into is None:
+            return sound
+        return FaultySubject(**attrs.asdict(sound, recurse=False), put_into=cls.mutant.put_into)
+
+
+def on_mutant(suite: type[Conformance], backend: str, mutant: Mutant, name: str, module: str) -> type[Conformance]:
+    """A subclass of a suite that tests a mutant of a backend."""
+    return type(name, (OnMutant, suite), {"__module__": module, "backend": backend, "mutant": mutant})
+
+
+class Fault:
+    """Base of the faults that are classes: put before the backend's class, so that `super()` is the backend, and what
+    it doesn't override is as it was. Its docstring says what it does wrong."""
+
+    tests: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def put_into(cls, backend: Any) -> Any:
+        backend.__class__ = type(cls.__name__, (cls, type(backend)), {})
+        return backend
+
+    @staticmethod
+    def entry(entry: Entry) -> Entry:
+        """See Mutant."""
+        return entry
+
+    if TYPE_CHECKING:  # what the backend has
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+FaultClass = TypeVar("FaultClass", bound=type[Fault])
+
+
+def caught_by(*tests: str) -> Callable[[FaultClass], FaultClass]:
+    """Names the tests that must find a fault."""
+
+    def decorate(cls: FaultClass) -> FaultClass:
+        cls.tests = tests
+        return cls
+
+    return decorate
+
+
+def entry_fault(name: str, *tests: str) -> Callable[[Callable[[Entry], Entry]], Mutant]:
+    """The mutant whose registry entry a function changes."""
+    return lambda change: Mutant(name, tests, entry=change)
+
+
+def mutants_in(modules: Iterable[ModuleType]) -> tuple[Mutant, ...]:
+    """The mutants that modules define and that name their tests, in the order in which they stand there."""
+    return tuple(mutant for module in modules for mutant in _mutants_of(module) if mutant.tests)
+
+
+def _mutants_of(module: ModuleType) -> Iterator[Mutant]:
+    for value in vars(module).values():
+        if isinstance(value, Mutant):
+            yield value
+        elif isinstance(value, type) and issubclass(value, Fault) and value.__module__ == module.__name__:
+            name = " ".join((value.__doc__ or "").split()).rstrip(".")
+            tests = vars(value).get("tests", ())
+            yield Mutant(name, tests, f"{value.__module__}:{value.__qualname__}.put_into", value.entry)
+
+
+def with_manifest(entry: Entry, **changes: Any) -> Entry:
+    return attrs.evolve(entry, manifest=entry.manifest and attrs.evolve(entry.manifest, **changes))
+
+
+def capabilities(entry: Entry) -> frozenset[Capability]:
+    return entry.manifest.capabilities if entry.manifest else frozenset()

@@ -1,0 +1,40 @@
+"""Bases of the faults of rollouts. They know the protocol, not the rollout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import load_file
+from tensordict import TensorDict
+
+from core.batch import with_metadata
+from core.rollout import LogProbKind, SamplingParams
+from sdk.conformance.suites.rollout_base import Weights
+from tests.sdk.kit.faults import Fault
+
+
+class RolloutFault(Fault):
+    """Base of a rollout's faults."""
+
+    _config: Any
+    if TYPE_CHECKING:  # what the rollout has
+        weight_version: Any
+
+    def own_weights(self) -> Weights:
+        return dict(load_file(Path(self._config.model, "model.safetensors")))
+
+
+class GenerateFault(RolloutFault):
+    """Changes what is asked of generate, or what comes of it."""
+
+    def asked(self, sampling: SamplingParams) -> SamplingParams:
+        return sampling
+
+    def given(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
+        return out
+
+    def generate(self, batch: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
+        out: TensorDict = super().generate(batch, self.asked(sampling), min_version=min_version)  # type: ignore[misc]
+        with_metadata(out, temperature=sampling.temperature or 1.0, log_prob_kind=LogProbKind(sampling.log_probs).value)
+        return self.given(out, sampling) if len(out) else out
