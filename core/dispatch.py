@@ -264,7 +264,7 @@ def _join(call: Call, route: Route, answers: Mapping[int, Any]) -> Any:
 
 
 def _has_filler(shards: Sequence[Shard]) -> bool:
-    return any(filler for shard in shards for _, _, filler in shard.blocks)
+    return any(shard.has_filler for shard in shards)
 
 
 def _batches(result: Any, restore: Callable[[Any], Any]) -> Any:

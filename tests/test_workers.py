@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 
-from core._rows.shards import Shard, deal_rows
+from core._rows.shards import Block, Shard, deal_rows
 from core.batch import jagged_from, num_rows, select, take, to_padded, with_metadata
 from core.errors import ConfigError, Refused
 from core.loss import LossSpec
@@ -76,7 +76,7 @@ def train(
     with placed(WorkerContext(rank=rank, world_size=world_size), shards[rank]):
         worker = TrainingWorker(config)
         worker.reset()
-        metrics = worker.train_mini_batch(take(batch, [each[:2] for each in shards[rank].blocks]), num_mini_batches)
+        metrics = worker.train_mini_batch(take(batch, shards[rank].ranges()), num_mini_batches)
     engine: Any = worker.engine
     named = dict(engine._loaded.model.named_parameters())
     gradient = {name: full(parameter.grad) for name, parameter in named.items()}
@@ -312,7 +312,7 @@ def test_released_weights_come_back_with_the_next_update_and_not_before(model: s
 
 
 def test_prompts_without_an_id_are_numbered_by_the_drivers_rows(whole: ActorRolloutRefWorker) -> None:
-    with placed(WorkerContext(), Shard(((6, 8, 0), (10, 12, 0)))):
+    with placed(WorkerContext(), Shard((Block(((6, 8),)), Block(((10, 12),))))):
         sampled = whole.generate_sequences(prompts(), SamplingParams(num_samples=2, max_new_tokens=2))
     assert sampled["prompt_id"].tolist() == [6, 6, 7, 7, 10, 10, 11, 11]
 

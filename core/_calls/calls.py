@@ -97,7 +97,7 @@ class Call:
     @property
     def num_rows(self) -> int | None:
         """Rows of the batches given; None where there are none, or they were not dealt."""
-        return None if self.shards is None else sum(stop - start for s in self.shards for start, stop, _ in s.blocks)
+        return None if self.shards is None else sum(shard.num_real for shard in self.shards)
 
     def setting(self, value: Any) -> Any:
         """A setting of the spec that may be a function of the method's arguments."""

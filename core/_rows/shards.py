@@ -1,71 +1,147 @@
-"""Dealing the rows of a batch to dp ranks, block by block. Pure arithmetic, and the filler that makes sizes even."""
+"""Dealing the rows of a batch to dp ranks, block by block. Pure arithmetic on row numbers."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
 import attrs
 
+from core._rows.balance import balanced_parts
 from core.errors import Refused
 
 Uneven = Literal["error", "pad", "ragged"]
+DealBy = Literal["rows", "tokens"]
+Range = tuple[int, int]  # rows start..stop-1
+
+
+@attrs.frozen
+class Block:
+    """One rank's rows of one block (mini-batch), by the driver's numbers.
+
+    Attributes:
+        rows: in the shard's order, in runs.
+        filler: behind them copies that count nothing, each of one row, or of all rows of a group.
+    """
+
+    rows: tuple[Range, ...]
+    filler: tuple[tuple[Range, ...], ...] = ()
+
+    @property
+    def num_real(self) -> int:
+        return sum(stop - start for start, stop in self.rows)
+
+    @property
+    def num_filler(self) -> int:
+        return sum(stop - start for copy in self.filler for start, stop in copy)
 
 
 @attrs.frozen
 class Shard:
-    """Which rows of the driver's batch a call brought to this rank.
+    """Which rows of the driver's batch a call brings to a rank: from each block (mini-batch) of the batch some."""
 
-    Attributes:
-        blocks: from each block (mini-batch) of the batch one run of rows: (first, behind the last, filler rows after
-            them). Numbers are those of the driver's batch.
-    """
-
-    blocks: tuple[tuple[int, int, int], ...]
+    blocks: tuple[Block, ...]
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Rows of each block, filler included."""
-        return tuple(stop - start + filler for start, stop, filler in self.blocks)
+        return tuple(block.num_real + block.num_filler for block in self.blocks)
+
+    @property
+    def num_real(self) -> int:
+        """Rows that are no filler."""
+        return sum(block.num_real for block in self.blocks)
+
+    @property
+    def has_filler(self) -> bool:
+        return any(block.filler for block in self.blocks)
+
+    def ranges(self) -> list[Range]:
+        """The driver's rows that the shard consists of, in its order. Filler is copies of rows."""
+        return list(_joined(run for block in self.blocks for runs in (block.rows, *block.filler) for run in runs))
 
     def row_numbers(self) -> list[int]:
         """The driver's number of each row of the shard, -1 for filler."""
-        return [row for start, stop, filler in self.blocks for row in (*range(start, stop), *[-1] * filler)]
+        numbers: list[int] = []
+        for block in self.blocks:
+            for start, stop in block.rows:
+                numbers += range(start, stop)
+            numbers += [-1] * block.num_filler
+        return numbers
+
+    def copies(self) -> list[int]:
+        """For each row of the shard -1, or of filler the number of the copy: rows of one group are one copy."""
+        numbers: list[int] = []
+        copies = 0
+        for block in self.blocks:
+            numbers += [-1] * block.num_real
+            for copy in block.filler:
+                numbers += [copies] * sum(stop - start for start, stop in copy)
+                copies += 1
+        return numbers
 
 
-def deal_rows(num_rows: int, dp_size: int, num_blocks: int, where: str, uneven: Uneven = "error") -> tuple[Shard, ...]:
-    """The shard of each dp rank: from every block (mini-batch) a run of rows, in order.
+def deal_rows(
+    num_rows: int,
+    dp_size: int,
+    num_blocks: int,
+    where: str,
+    uneven: Uneven = "error",
+    *,
+    tokens: Sequence[int] | None = None,
+    groups: Sequence[int] | None = None,
+) -> tuple[Shard, ...]:
+    """The shard of each dp rank: from every block (mini-batch) some rows.
+
+    Blocks are cut from the batch's rows in order, whatever the dp size. Where there are groups, "row" below means a
+    whole group: it counts as one, and its place is that of its first row.
 
     Args:
         uneven: what to do where rows don't divide. "error": refuse. "pad": blocks as even as possible, each filled up
-            with filler to a multiple of dp_size. "ragged": no filler; shards, and a block's runs, differ by at most
+            with filler to a multiple of dp_size. "ragged": no filler; shards, and a block's parts, differ by at most
             one row.
+        tokens: of each row. A block's rows are then dealt so that dp ranks get near-equal numbers of tokens, and as
+            many rows as without. Where not given, each dp rank gets the next run of rows.
+        groups: of each row the group that it belongs to. Rows of one group stay together, in order.
 
     Raises:
-        Refused: rows don't divide ("error"), or are too few for one in each run ("ragged") or block ("pad").
+        Refused: rows don't divide ("error"), or are too few for one in each part ("ragged") or block ("pad").
     """
     if num_blocks < 1:
         raise Refused("a batch is cut into at least one block", have=num_blocks, where=where)
+    members = None if groups is None else rows_of_groups(groups)
+    count = num_rows if members is None else len(members)
     unit = dp_size * num_blocks
     least = {"error": unit, "ragged": unit, "pad": num_blocks}[uneven]
-    if num_rows < least or (uneven == "error" and num_rows % unit):
-        raise _does_not_divide(num_rows, dp_size, num_blocks, least, where, uneven)
-    blocks: list[list[tuple[int, int, int]]] = [[] for _ in range(dp_size)]
-    first, behind, lucky = 0, 0, 0  # `lucky`: who gets a row more next, so that in all nobody gets two more
-    for block in range(num_blocks):
-        size = num_rows // num_blocks + (block < num_rows % num_blocks)
-        first, behind = behind, behind + size
-        run, extra = -(-size // dp_size) if uneven == "pad" else size // dp_size, size % dp_size
-        at = first
-        for dp in range(dp_size):
-            wanted = run + (uneven == "ragged" and (dp - lucky) % dp_size < extra)
-            stop = min(at + wanted, behind)
-            blocks[dp].append((at, stop, at + wanted - stop))
-            at = stop
-        lucky = (lucky + extra) % dp_size if uneven == "ragged" else 0
+    if count < least or (uneven == "error" and count % unit):
+        raise _does_not_divide(
+            count, "rows" if members is None else "groups", dp_size, num_blocks, least, where, uneven
+        )
+    weights = tokens
+    if tokens is not None and members is not None:
+        weights = [sum(tokens[row] for row in rows) for rows in members]
+    blocks: list[list[Block]] = [[] for _ in range(dp_size)]
+    stop, lucky = 0, 0  # `lucky`: who gets a row more next, so that in all nobody gets two more
+    for number in range(num_blocks):
+        start, stop = stop, stop + count // num_blocks + (number < count % num_blocks)
+        if weights is None:
+            parts = _next_runs(start, stop, dp_size, uneven, lucky)
+        else:
+            parts = _balanced(weights, start, stop, dp_size, uneven, lucky)
+        for dp, (real, filler) in enumerate(parts):
+            blocks[dp].append(_block(real, filler, members))
+        lucky = (lucky + stop - start) % dp_size if uneven == "ragged" else 0
     return tuple(Shard(tuple(each)) for each in blocks)
+
+
+def rows_of_groups(groups: Sequence[int]) -> list[list[int]]:
+    """The rows of each group, groups in the order of their first rows."""
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    return list(members.values())
 
 
 def cut(rows: Any, shard: Shard, with_weights: bool) -> Any:
@@ -77,20 +153,27 @@ def cut(rows: Any, shard: Shard, with_weights: bool) -> Any:
     """
     remote = hasattr(rows, "piece")
     if not with_weights:
-        ranges = [(start, stop) for start, stop, _ in shard.blocks]
-        return rows.piece(ranges) if remote else rows.take(ranges)
+        return rows.piece(shard.ranges()) if remote else rows.take(shard.ranges())
     real = [row >= 0 for row in shard.row_numbers()]
     if remote:
-        ranges = []
-        for start, stop, filler in shard.blocks:
-            ranges += [(start, stop), *[(max(stop - 1, 0), max(stop, 1))] * filler]
-        return rows.piece(ranges, real)
+        return rows.piece(shard.ranges(), real)
     import torch
 
-    index: list[int] = []
-    for start, stop, filler in shard.blocks:
-        index += [*range(start, stop), *[max(stop - 1, 0)] * filler]
+    index = [row for start, stop in shard.ranges() for row in range(start, stop)]
     return rows.select(torch.tensor(index)).weighted(torch.tensor(real))
+
+
+def in_order(rows: Any, shards: tuple[Shard, ...], per_input: int) -> Any:
+    """Joined answers (Rows, or RemoteRows) in the order of the driver's rows, without those of filler."""
+    if hasattr(rows, "in_order"):
+        return rows.in_order(shards, per_input)
+    if are_in_order(shards):
+        return rows
+    import torch
+
+    order = torch.tensor([row for shard in shards for row in shard.row_numbers()])
+    back = torch.argsort(order, stable=True)[int((order < 0).sum()) :]
+    return rows.select((back[:, None] * per_input + torch.arange(per_input)).reshape(-1))
 
 
 Run = tuple[int, int, int]  # rows start..stop-1 of a part: (part, start, stop)
@@ -98,65 +181,115 @@ Run = tuple[int, int, int]  # rows start..stop-1 of a part: (part, start, stop)
 
 def runs_of(shards: Sequence[Shard], per_input: int) -> tuple[Run, ...]:
     """Where the driver's rows lie in the answers of the dp ranks, in the driver's order, without those of filler."""
-    found = []
+    places = []
     for part, shard in enumerate(shards):
         at = 0
-        for start, stop, filler in shard.blocks:
-            found.append((start, part, at * per_input, (at + stop - start) * per_input))
-            at += stop - start + filler
-    return tuple((part, first, behind) for _, part, first, behind in sorted(found) if behind > first)
+        for block in shard.blocks:
+            for start, stop in block.rows:
+                places.append((start, part, at * per_input, (at + stop - start) * per_input))
+                at += stop - start
+            at += block.num_filler
+    return tuple((part, start, stop) for _, part, start, stop in sorted(places) if stop > start)
 
 
-def located(runs: Sequence[Run], ranges: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
+def are_in_order(shards: Sequence[Shard]) -> bool:
+    """The shards' rows, one shard after another, are the driver's rows in order, and there is no filler."""
+    return len(list(_joined(run for shard in shards for run in shard.ranges()))) <= 1 and not any(
+        shard.has_filler for shard in shards
+    )
+
+
+def located(runs: Sequence[Run], ranges: Sequence[Range]) -> tuple[Run, ...]:
     """The runs that hold rows start..stop-1 of each range, in the order of the ranges.
 
     Args:
         runs: one after another they are the rows that ranges count.
     """
     edges = [0, *accumulate(stop - start for _, start, stop in runs)]
-    found: list[Run] = []
+    places: list[Run] = []
     for low, high in ranges:
         at = bisect_right(edges, low) - 1
         while low < high:
             part, start, _ = runs[at]
             until = min(high, edges[at + 1])
-            found.append((part, start + low - edges[at], start + until - edges[at]))
+            places.append((part, start + low - edges[at], start + until - edges[at]))
             low, at = until, at + 1
-    return tuple(found)
+    return tuple(places)
 
 
-def in_order(rows: Any, shards: tuple[Shard, ...], per_input: int) -> Any:
-    """Joined answers (Rows, or RemoteRows) in the order of the driver's rows, without those of filler."""
-    if hasattr(rows, "in_order"):
-        return rows.in_order(shards, per_input)
-    if all(len(shard.blocks) == 1 and not shard.blocks[0][2] for shard in shards):
-        return rows  # one run each, so the shards one after another are in order
-    import torch
+def _next_runs(
+    start: int, stop: int, dp_size: int, uneven: Uneven, lucky: int
+) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """(real, filler) of each dp rank: rows start..stop-1 of one block, in order."""
+    size = stop - start
+    length, extra = -(-size // dp_size) if uneven == "pad" else size // dp_size, size % dp_size
+    parts: list[tuple[Sequence[int], Sequence[int]]] = []
+    for dp in range(dp_size):
+        end = start + length + (uneven == "ragged" and (dp - lucky) % dp_size < extra)
+        real = range(start, min(end, stop))
+        parts.append((real, [max(real.stop - 1, 0)] * (end - real.stop)))
+        start = real.stop
+    return parts
 
-    order = torch.tensor([row for shard in shards for row in shard.row_numbers()])
-    back = torch.argsort(order, stable=True)[int((order < 0).sum()) :]
-    if torch.equal(back, torch.arange(len(order))):
-        return rows
-    return rows.select((back[:, None] * per_input + torch.arange(per_input)).reshape(-1))
+
+def _balanced(
+    weights: Sequence[int], start: int, stop: int, dp_size: int, uneven: Uneven, lucky: int
+) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """The same by weight. Filler is copies of the lightest row."""
+    of_block = weights[start:stop]
+    size, lightest = len(of_block), min(range(len(of_block)), key=of_block.__getitem__)
+    padding = [of_block[lightest]] * (-size % dp_size) if uneven == "pad" else []
+    parts = balanced_parts([*of_block, *padding], dp_size)
+    parts.sort(key=len, reverse=True)  # the first get a row more
+    dealt: list[tuple[Sequence[int], Sequence[int]]] = []
+    for dp in range(dp_size):
+        places = parts[(dp - lucky) % dp_size]
+        real = sorted(start + place for place in places if place < size)
+        dealt.append((real, [start + lightest] * (len(places) - len(real))))
+    return dealt
 
 
-def _does_not_divide(num_rows: int, dp_size: int, num_blocks: int, least: int, where: str, uneven: Uneven) -> Refused:
+def _block(real: Sequence[int], filler: Sequence[int], members: list[list[int]] | None) -> Block:
+    if members is not None:
+        rows = _joined((row, row + 1) for group in real for row in members[group])
+        return Block(tuple(rows), tuple(tuple(_joined((row, row + 1) for row in members[group])) for group in filler))
+    runs = [(real.start, real.stop)] if isinstance(real, range) else _joined((row, row + 1) for row in real)
+    return Block(tuple(run for run in runs if run[1] > run[0]), tuple(((row, row + 1),) for row in filler))
+
+
+def _joined(ranges: Iterable[Range]) -> Iterable[Range]:
+    """The same rows in as few ranges as possible."""
+    start, stop = 0, 0
+    for low, high in ranges:
+        if low == stop and stop > start:
+            stop = high
+            continue
+        if stop > start:
+            yield start, stop
+        start, stop = low, high
+    if stop > start:
+        yield start, stop
+
+
+def _does_not_divide(
+    count: int, noun: str, dp_size: int, num_blocks: int, least: int, where: str, uneven: Uneven
+) -> Refused:
     blocks = f" x {num_blocks} mini-batches" if num_blocks != 1 else ""
     over = f"over dp size {dp_size}{blocks}"
     if uneven != "error":
         return Refused(
-            f"a batch of {num_rows} rows is too small to be dealt {over}",
-            have=f"{num_rows} rows",
+            f"a batch of {count} {noun} is too small to be dealt {over}",
+            have=f"{count} {noun}",
             want=f"at least {least}",
             where=where,
-            mend="give more rows, or cut fewer mini-batches",
+            mend=f"give more {noun}, or cut fewer mini-batches",
         )
     unit = dp_size * num_blocks
-    low = num_rows // unit * unit
+    low = count // unit * unit
     return Refused(
-        f"a batch of {num_rows} rows cannot be dealt evenly {over}",
-        have=f"{num_rows} rows",
+        f"a batch of {count} {noun} cannot be dealt evenly {over}",
+        have=f"{count} {noun}",
         want="one of the nearest legal sizes: " + ", ".join(str(size) for size in (low, low + unit) if size),
         where=where,
-        mend=f"make the number of rows a multiple of {unit}",
+        mend=f"make the number of {noun} a multiple of {unit}",
     )

@@ -116,7 +116,7 @@ def train(
         worker = TrainingWorker(config)
     mesh = worker.engine.mesh
     shard = deal_rows(len(batches[0]), mesh.dp_size, 1, "a test")[mesh.dp_rank]
-    mine = [take(to_jagged(batch), [each[:2] for each in shard.blocks]) for batch in batches]
+    mine = [take(to_jagged(batch), shard.ranges()) for batch in batches]
     try:
         worker.reset()
         start = dict(worker.engine.export_weights())
