@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 SGLANG := .venv-sglang
 SEED ?= 0
 
-.PHONY: help env docs demo smollm2 test test-slow test-vllm bench-vllm test-sglang bench-sglang test-megatron-newest lint format types bench wheels clean
+.PHONY: help env docs demo smollm2 test test-ci test-slow test-vllm bench-vllm test-sglang bench-sglang test-megatron-newest lint format types bench wheels clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -25,8 +25,14 @@ env: $(STAMP) ## build the environment in .venv; the others do it when it is mis
 demo: $(STAMP) ## watch GRPO learn to copy four digits: two Ray workers, FSDP2, transformers (SEED=0)
 	@$(PY) -m manymesh.recipes.demo --seed $(SEED)
 
-test: $(STAMP) ## the base suite
+test: $(STAMP) ## the base suite: pure logic, and one representative of each behaviour on real engines
 	$(PY) -m pytest
+
+test-ci: test-base-ci test-vllm test-sglang ## what CI adds: all parity cases, more layouts, the vLLM and SGLang rollouts
+
+.PHONY: test-base-ci
+test-base-ci: $(STAMP)
+	$(PY) -m pytest -m ci
 
 test-slow: $(STAMP) $(VLLM)/.built $(SGLANG)/.built ## what takes minutes: wheels in a fresh environment, all seeds of the demo, long runs
 	$(PY) -m pytest -m slow
@@ -40,9 +46,9 @@ $(VLLM)/.built: $(BUILT_FROM) requirements/vllm.txt
 	@touch $@
 
 test-vllm: $(STAMP) $(VLLM)/.built ## the vLLM rollout's tests with real vLLM on CPU, in an environment of their own (gigabytes)
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest plugins/vllm_rollout/tests/light plugins/vllm_rollout/tests/engine
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "not slow" plugins/vllm_rollout/tests/light plugins/vllm_rollout/tests/engine
 	@# Driver and trainer in the base environment, vLLM in its own.
-	OMP_NUM_THREADS=1 MANYMESH_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(PY) -m pytest plugins/vllm_rollout/tests/apart
+	OMP_NUM_THREADS=1 MANYMESH_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(PY) -m pytest -m "not slow" plugins/vllm_rollout/tests/apart
 
 bench-vllm: $(VLLM)/.built ## the vLLM rollout against bare vLLM, in that environment
 	$(VLLM)/bin/python -m benchmarks.vllm_rollout
@@ -56,7 +62,7 @@ $(SGLANG)/.built: $(BUILT_FROM) $(SGLANG_FROM)
 	@touch $@
 
 test-sglang: $(SGLANG)/.built ## the SGLang rollout's tests with real SGLang on CPU, in an environment of their own (gigabytes)
-	OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest plugins/sglang_rollout/tests
+	OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest -m "not slow" plugins/sglang_rollout/tests
 
 bench-sglang: $(SGLANG)/.built ## the SGLang rollout against bare SGLang, in that environment
 	$(SGLANG)/bin/python -m benchmarks.sglang_rollout
