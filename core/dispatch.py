@@ -13,13 +13,16 @@ from typing import Any, TypeVar, get_args
 
 import attrs
 
-from core._calls.calls import Call, MethodSpec, NumBlocks, RankCall, RowsPerInput
+from core._calls.calls import Call as Call
 from core._calls.calls import DispatchMode as DispatchMode
 from core._calls.calls import Execute as Execute
+from core._calls.calls import MethodSpec, NumBlocks, RowsPerInput
 from core._calls.calls import PerRank as PerRank
+from core._calls.calls import RankCall as RankCall
 from core._calls.join import Reducer, check_reducers, is_remote, is_rows, join_answers
 from core._calls.join import WeightedMean as WeightedMean
-from core._rows.shards import Shard, Uneven, cut, deal_rows, in_order
+from core._rows.shards import Shard, cut, deal_rows, in_order
+from core._rows.shards import Uneven as Uneven
 from core.errors import Refused
 from core.mesh import Route
 

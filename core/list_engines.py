@@ -10,7 +10,9 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from core._plugins.describe import Option as Option
 from core._plugins.describe import describe
+from core._plugins.describe import options as options
 from core.errors import did_you_mean
 from core.hookspecs import ENTRY_POINT_GROUP, PROJECT
 from core.manifest import KINDS

@@ -9,10 +9,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from core._plugins.describe import Option, options
-from core._plugins.discovery import Entry
+from core.list_engines import Option, options
 from core.manifest import Capability
-from core.registry import EngineRegistry, load
+from core.registry import EngineRegistry, Entry, load
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/backends.md"

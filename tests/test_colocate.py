@@ -9,10 +9,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from core._run.colocate import create_colocated_worker_cls
 from core.dispatch import Dispatch, on_mesh, register
 from core.errors import Refused, WorkerFailed
-from core.group import RayClassWithInitArgs
+from core.group import RayClassWithInitArgs, create_colocated_worker_cls
 from core.transport.local import LocalWorkerGroup
 from core.transport.ray import RayResourcePool, RayWorkerGroup
 from core.worker import Worker

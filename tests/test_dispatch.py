@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from core._calls.calls import DispatchMode, Execute, PerRank
 from core.batch import jagged, metadata, object_column, objects, with_metadata
-from core.dispatch import Dispatch, method_specs, on_mesh, register
+from core.dispatch import Dispatch, DispatchMode, Execute, PerRank, method_specs, on_mesh, register
 from core.errors import Refused, WorkerFailed
 from core.group import RayClassWithInitArgs, WorkerGroup
 from core.transport.local import LocalWorkerGroup

@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from core._rows.shards import Uneven
 from core.batch import concat, flat, is_jagged, jagged_from, metadata, object_column, objects, with_metadata
-from core.dispatch import on_mesh, register
+from core.dispatch import Uneven, on_mesh, register
 from core.errors import Refused
 from core.group import RayClassWithInitArgs
 from core.transport.local import LocalWorkerGroup

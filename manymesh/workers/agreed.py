@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from core._calls.calls import Call, DispatchMode
-from core.dispatch import Dispatch
+from core.dispatch import Call, Dispatch, DispatchMode
 from core.errors import Refused
 
 

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from core._calls.calls import Call, DispatchMode, RankCall
-from core.dispatch import Dispatch, register
+from core.dispatch import Call, Dispatch, DispatchMode, RankCall, register
 from core.errors import Refused
 from core.manifest import Capability
 from core.registry import EngineRegistry

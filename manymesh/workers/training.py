@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 
-from core._rows.shards import Shard
 from core.batch import columns, flat, is_jagged, nested, num_rows, row_lengths, take, to_jagged, to_padded
 from core.config import structure
 from core.dispatch import on_mesh, register
@@ -20,7 +19,7 @@ from core.engine import Engine, MicroResult
 from core.errors import ConfigError, Refused
 from core.loss import LossFn, LossScale, LossSpec, Metric
 from core.registry import Choice, EngineRegistry
-from core.worker import Worker
+from core.worker import Shard, Worker
 from manymesh.workers.agreed import AGREED
 from manymesh.workers.export import export_directory
 from manymesh.workers.micro_batch import MicroBatchConfig, plan_micro_batches, round_up, widen

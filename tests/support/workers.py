@@ -8,8 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from core._calls.join import WeightedMean
-from core.dispatch import Dispatch, Execute, on_mesh, register
+from core.dispatch import Dispatch, Execute, WeightedMean, on_mesh, register
 from core.errors import Refused
 from core.mesh import MeshLayout, RankMesh, Route
 from core.worker import Worker

@@ -11,8 +11,8 @@ from typing import Any, Self
 
 import attrs
 
-from core._calls.calls import PerRank
 from core.config import structure
+from core.dispatch import PerRank
 from core.errors import ConfigError, DeadlineExceeded, ManymeshError, Refused, TransferFailed
 from core.group import WorkerGroup
 from core.registry import Choice, EngineRegistry

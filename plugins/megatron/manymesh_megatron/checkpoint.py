@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING
 
 import attrs
 import torch
@@ -25,12 +24,10 @@ from manymesh.parts.agreement import agree
 from manymesh.parts.checkpoint_directory import Contents
 from manymesh_megatron.config import MegatronConfig
 from manymesh_megatron.groups import sizes
+from manymesh_megatron.loaded import Loaded
 from manymesh_megatron.pieces import Piece, State, state_of
 from manymesh_megatron.runtime import Runtime
 from manymesh_megatron.storage import Index, Written, write_index, write_pieces
-
-if TYPE_CHECKING:
-    from manymesh_megatron.engine import Loaded
 
 
 @attrs.frozen(eq=False)

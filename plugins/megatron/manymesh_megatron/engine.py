@@ -16,10 +16,8 @@ import attrs
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_config import TransformerConfig
 from tensordict import TensorDict
 
 from core.engine import MicroResult, StepInfo, WeightSpec
@@ -33,6 +31,7 @@ from manymesh_megatron.checkpoint import Checkpoints
 from manymesh_megatron.config import MegatronConfig
 from manymesh_megatron.ddp import in_ddp
 from manymesh_megatron.groups import close_groups, group_along, open_groups
+from manymesh_megatron.loaded import Loaded
 from manymesh_megatron.model import build_chunks, start_value_head, transformer_config
 from manymesh_megatron.offload import Parked, gradient_tensors, parameter_tensors, state_tensors
 from manymesh_megatron.optimizer import ScheduledOptimizer
@@ -43,19 +42,6 @@ from manymesh_megatron.weights import NamedWeights
 
 Adapter = Literal["merged", "only"]
 _logger = logging.getLogger(__name__)
-
-
-@attrs.define
-class Loaded:
-    """What `initialize` makes."""
-
-    models: list[GPTModel]  # this rank's stages, in virtual order
-    chunks: list[Any]  # the same in megatron's DDP, where the engine is trainable
-    transformer: TransformerConfig
-    weights: NamedWeights
-    optimizer: ScheduledOptimizer | None
-    has_gradients: bool = False
-    away: dict[str, list[Parked]] = attrs.field(factory=dict)  # by part: "model", "optimizer"
 
 
 class MegatronEngine:

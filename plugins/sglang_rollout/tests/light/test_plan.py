@@ -7,11 +7,10 @@ import sys
 
 import pytest
 
-from core._plugins.discovery import Status
 from core.config import structure
 from core.errors import ConfigError, Refused
 from core.manifest import Capability
-from core.registry import EngineRegistry
+from core.registry import EngineRegistry, Status
 from manymesh_sglang.config import SglangRolloutConfig, SglangServerConfig
 from manymesh_sglang.manifest import manymesh_manifests
 from manymesh_sglang.plan import plan, server_plan

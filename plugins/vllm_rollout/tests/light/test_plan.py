@@ -7,12 +7,11 @@ import sys
 
 import pytest
 
-from core._plugins.discovery import Status
 from core.config import structure
 from core.errors import ConfigError, Refused
 from core.manifest import Capability, ModelFacts
 from core.mesh import MeshLayout
-from core.registry import EngineRegistry
+from core.registry import EngineRegistry, Status
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.manifest import manymesh_manifests
 from manymesh_vllm.plan import plan, server_plan

@@ -1,0 +1,26 @@
+"""What an engine holds between `initialize` and `shutdown`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from manymesh_megatron.offload import Parked
+from manymesh_megatron.optimizer import ScheduledOptimizer
+from manymesh_megatron.weights import NamedWeights
+
+
+@attrs.define
+class Loaded:
+    """A rank's part of the model, its optimizer, and what is on the CPU."""
+
+    models: list[GPTModel]  # this rank's stages, in virtual order
+    chunks: list[Any]  # the same in megatron's DDP, where the engine is trainable
+    transformer: TransformerConfig
+    weights: NamedWeights
+    optimizer: ScheduledOptimizer | None
+    has_gradients: bool = False
+    away: dict[str, list[Parked]] = attrs.field(factory=dict)  # by part: "model", "optimizer"
