@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from core.dispatch import on_mesh, register
-from core.hookspecs import hookimpl
+from core.group import Observer
 from core.mesh import MeshLayout, RankMesh
 from core.worker import Worker
 
@@ -52,20 +52,16 @@ class Echoing(Worker):
         return TensorDict({"x": torch.from_numpy(self.kept).view(rows, -1)}, batch_size=[rows])
 
 
-class Listening:
+class Listening(Observer):
     """An observer of everything."""
 
-    @hookimpl
-    def manymesh_before_dispatch(self, call: Any) -> None: ...
+    def before_dispatch(self, call: Any) -> None: ...
 
-    @hookimpl
-    def manymesh_after_collect(self, call: Any, seconds: float) -> None: ...
+    def after_collect(self, call: Any, answers: Any, seconds: float, error: Any) -> None: ...
 
-    @hookimpl
-    def manymesh_before_method(self, host: Any) -> None: ...
+    def before_method(self, run: Any) -> None: ...
 
-    @hookimpl
-    def manymesh_after_method(self, seconds: float) -> None: ...
+    def after_method(self, run: Any, outcome: Any, seconds: float) -> None: ...
 
 
 class Bare:

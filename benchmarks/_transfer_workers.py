@@ -8,7 +8,6 @@ from typing import Any
 
 from core.dispatch import Dispatch, register
 from core.engine import WeightSpec
-from manymesh.workers.agreed import AGREED
 from manymesh.workers.transfer.link import ReceivesWeights, SendsWeights
 
 BYTES = 100_000_000
@@ -73,6 +72,6 @@ class Receiver(ReceivesWeights):
     def receiving_rollout(self) -> Any:
         return self._rollout
 
-    @register(AGREED)
+    @register(Dispatch.SAME_ON_ALL)
     def receiving_device(self) -> str:
         return "cpu"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors; at run time 
     from core.engine import MicroResult as MicroResult
     from core.engine import StepInfo as StepInfo
     from core.engine import WeightSpec as WeightSpec
+    from core.errors import BadAnswer as BadAnswer
     from core.errors import ConfigError as ConfigError
     from core.errors import DeadlineExceeded as DeadlineExceeded
     from core.errors import ManymeshError as ManymeshError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors; at run time 
     from core.errors import WorkerFailed as WorkerFailed
     from core.group import ColocatedWorker as ColocatedWorker
     from core.group import Future as Future
+    from core.group import Observer as Observer
     from core.group import RayClassWithInitArgs as RayClassWithInitArgs
     from core.group import WorkerGroup as WorkerGroup
     from core.group import create_colocated_worker_cls as create_colocated_worker_cls
@@ -65,7 +67,9 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors; at run time 
     from core.worker import WorkerContext as WorkerContext
 
 _HOMES = {
-    "core.errors": "ConfigError DeadlineExceeded ManymeshError Refused RegistryError TransferFailed WorkerFailed",
+    "core.errors": (
+        "BadAnswer ConfigError DeadlineExceeded ManymeshError Refused RegistryError TransferFailed WorkerFailed"
+    ),
     "core.mesh": "Mesh MeshLayout RankMesh Route",
     "core.manifest": "Capability Limits Manifest ModelFacts Plan Planner",
     "core.hookspecs": "hookimpl",
@@ -79,7 +83,7 @@ _HOMES = {
         "Dispatch DispatchMode Execute PerRank WeightedMean make_nd_compute_dataproto_dispatch_fn on_mesh register"
     ),
     "core.worker": "Worker WorkerContext",
-    "core.group": "ColocatedWorker Future RayClassWithInitArgs WorkerGroup create_colocated_worker_cls",
+    "core.group": "ColocatedWorker Future Observer RayClassWithInitArgs WorkerGroup create_colocated_worker_cls",
     "core.transport.local": "LocalWorkerGroup",
     "core.transport.ray": "RayResourcePool RayWorkerGroup ResourcePoolManager",
 }

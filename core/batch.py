@@ -1,7 +1,8 @@
 """Batches: TensorDicts whose columns are dense tensors, jagged nested tensors, object columns or metadata.
 
 - dense: first dim is rows.
-- jagged: `torch.nested` with layout jagged, rows x tokens (x more dims). Handled by values and offsets, not by row.
+- jagged: `torch.nested` with layout jagged, rows x tokens (x more dims), or with tokens on a later dim, as in
+  (rows, 3, tokens). Handled by values and offsets, not by row.
 - object column: NonTensorStack, one Python object a row.
 - metadata: NonTensorData, one Python object for the whole batch.
 """
@@ -14,13 +15,15 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from core._rows.rows import Range, Rows, objects_in, starts
-from core._rows.rows import contiguous as contiguous
-from core._rows.rows import flat as flat
-from core._rows.rows import is_batch as is_batch
-from core._rows.rows import is_jagged as is_jagged
-from core._rows.rows import nested as nested
-from core._rows.rows import object_column as object_column
+from core._rows.columns import contiguous as contiguous
+from core._rows.columns import flat as flat
+from core._rows.columns import is_batch as is_batch
+from core._rows.columns import is_jagged as is_jagged
+from core._rows.columns import nested as nested
+from core._rows.columns import object_column as object_column
+from core._rows.columns import objects_in, ragged_dim, starts
+from core._rows.rows import Rows
+from core._rows.shards import Range
 from core.errors import Refused
 
 
@@ -161,10 +164,12 @@ def to_padded(
         _, here, at = places[id(offsets)]
         pad = (pads or {}).get(name, 0)
         if not len(values):
-            out[name] = values.new_full((*at.shape, *values.shape[1:]), pad)
+            out[name] = values.new_full((*at.shape, *values.shape[1:]), pad).transpose(1, ragged_dim(table[name]))
             continue
         here = here.reshape(*here.shape, *[1] * (values.dim() - 1))
-        out[name] = torch.where(here, values[at], torch.tensor(pad, dtype=values.dtype, device=values.device))
+        padded = torch.where(here, values[at], torch.tensor(pad, dtype=values.dtype, device=values.device))
+        dim = ragged_dim(table[name])
+        out[name] = padded if dim == 1 else padded.transpose(1, dim)
     out.setdefault("attention_mask", mask)
     return _build(out, len(lengths))
 

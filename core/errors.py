@@ -1,4 +1,8 @@
-"""Errors that say what was had, what was wanted, where, and how to mend it."""
+"""Errors that say what was had, what was wanted, where, and how to mend it.
+
+A call fails in one of three ways. Refused: nothing has run. BadAnswer: the workers have run, their answers are
+unusable, the group is healthy. WorkerFailed: the group is over.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,7 @@ def _rebuild(cls: type[ManymeshError], args: tuple[Any, ...], state: dict[str, A
 
 
 class Refused(ManymeshError):
-    """A bad request, found before any side effect and on all ranks alike.
+    """A bad request, found before any side effect and on all ranks alike: nothing has run.
 
     The group stays healthy and nothing is lost: mend the request and call again.
     """
@@ -57,6 +61,19 @@ class ConfigError(Refused):
 
 class RegistryError(Refused):
     """A plugin that is unknown, ambiguous, broken, or that lacks what it requires."""
+
+
+class BadAnswer(ManymeshError):
+    """The workers have run and their state has moved, but what they answered cannot be joined or sent.
+
+    Rows are missing, metrics that must be the same differ, widths are unequal, a value cannot be pickled. The group
+    stays healthy. Calling again runs the method again: after `update_actor` that would be a second update.
+    """
+
+    @classmethod
+    def of(cls, error: ManymeshError) -> BadAnswer:
+        """What `error` says, of an answer."""
+        return cls(error.message, have=error.have, want=error.want, where=error.where, mend=error.mend)
 
 
 class WorkerFailed(ManymeshError):

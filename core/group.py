@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
 import attrs
 
-from core._calls.calls import Call, Execute, MethodSpec, Order
+from core._calls.call import Call, Command, Execute, MethodSpec
+from core._calls.deal import Arguments, list_meant_per_rank
 from core._rows.wire import decode
 from core._run.build import RayClassWithInitArgs as RayClassWithInitArgs
 from core._run.colocate import ColocatedWorker as ColocatedWorker
 from core._run.colocate import create_colocated_worker_cls as create_colocated_worker_cls
 from core._run.failure import explained
 from core._run.future import Future as Future
-from core._run.future import resolved
+from core._run.method import GroupMethod
+from core._run.observers import MethodRun as MethodRun
+from core._run.observers import Observer as Observer
 from core._run.observers import Observers
-from core._run.transport import Answered, Identity, RefusedIt, Ticket, Transport
+from core._run.transport import Answered, BadlyAnswered, Identity, RefusedIt, Ticket, Transport
 from core.dispatch import method_specs
-from core.errors import ManymeshError, Refused, WorkerFailed
+from core.errors import BadAnswer, ManymeshError, Refused, WorkerFailed, did_you_mean
 from core.mesh import Route
 from core.registry import EngineRegistry
 
@@ -43,7 +45,7 @@ class WorkerGroup:
 
     Args:
         transport: ready workers' processes.
-        cls_with_args: what to construct in each.
+        build: what to construct in each.
         name: for errors.
         timeout_s: deadline of a call that declares none.
         start_timeout_s: deadline of construction.
@@ -57,25 +59,25 @@ class WorkerGroup:
     def __init__(
         self,
         transport: Transport,
-        cls_with_args: RayClassWithInitArgs,
+        build: RayClassWithInitArgs,
         *,
         name: str | None = None,
         timeout_s: float = 7200.0,
         start_timeout_s: float = 300.0,
-        observers: Sequence[object] = (),
+        observers: Sequence[Observer] = (),
     ) -> None:
-        self.name = name or cls_with_args.cls.__name__
-        self._transport, self._timeout_s, self._cls = transport, timeout_s, cls_with_args.cls
+        self.name = name or build.cls.__name__
+        self._transport, self._timeout_s, self._cls = transport, timeout_s, build.cls
         self._routes: dict[str, Route] = {}
+        ranks = range(transport.world_size)
+        self._flat = Route(tuple(ranks), frozenset(ranks))  # of modes without a mesh
         self._life, self._observers = _Life(), Observers(observers)
-        self._roles, self._within = cls_with_args.roles, ""
+        self._roles, self._within = build.roles, ""
         try:
-            for made in self._roles.values():
-                self._check_names(made.cls)
-            self._specs = self._bind(cls_with_args.cls)
-            self._settle(
-                transport.construct(cls_with_args, self._observers.of_workers()), "__init__", None, start_timeout_s
-            )
+            for role in self._roles.values():
+                self._check_names(role.cls)
+            self._specs = self._bind(build.cls)
+            self._settle(transport.construct(build, self._observers.of_workers()), "__init__", None, start_timeout_s)
         except BaseException:
             transport.end()
             self._life.closed = True
@@ -108,14 +110,14 @@ class WorkerGroup:
         Raises:
             Refused: there is no such role, or the group's worker has none.
         """
-        wanted = self._roles if roles is None else roles
-        if not self._roles or (unknown := [role for role in wanted if role not in self._roles]):
+        names = self._roles if roles is None else roles
+        if not self._roles or (unknown := [role for role in names if role not in self._roles]):
             raise Refused(
                 f"group {self.name!r} has no such roles" if self._roles else f"group {self.name!r} has no roles",
                 have=sorted(self._roles) or self._cls.__name__,
                 want=unknown if self._roles else "a worker made by create_colocated_worker_cls",
             )
-        return {role: self._role(role) for role in wanted}
+        return {role: self._role(role) for role in names}
 
     def _role(self, role: str) -> Self:
         view = copy.copy(self)
@@ -166,8 +168,6 @@ class WorkerGroup:
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for what is bound nowhere; typed Any, since the methods are the worker class's.
-        from core.errors import did_you_mean
-
         if name.startswith("_"):
             raise AttributeError(name)
         if callable(getattr(self._cls, name, None)):
@@ -196,36 +196,24 @@ class WorkerGroup:
             if isinstance(spec.dispatch_mode, str):
                 spec = attrs.evolve(spec, dispatch_mode=EngineRegistry.default().dispatch_mode(spec.dispatch_mode))
             specs[name] = spec
-            setattr(self, name, self._bound(name, spec, function))
+            setattr(self, name, GroupMethod(name, spec, function, self.name, self._submit))
         return specs
-
-    def _bound(self, name: str, spec: MethodSpec, function: Callable[..., Any]) -> Callable[..., Any]:
-        full = inspect.signature(function)
-        signature = full.replace(parameters=list(full.parameters.values())[1:])
-
-        @functools.wraps(function)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            try:
-                arguments = signature.bind(*args, **kwargs)
-            except TypeError as error:
-                raise TypeError(f"{self.name}.{name}{signature}: {error}") from None
-            future = self._submit(name, spec, arguments)
-            return future.result() if spec.blocking else future
-
-        method.__signature__ = signature  # type: ignore[attr-defined]
-        method.__qualname__ = f"{self.name}.{name}"
-        return method
 
     # -------------------------------------------------------------------------------------------- calling
 
-    def _submit(self, method: str, spec: MethodSpec, arguments: inspect.BoundArguments) -> Future:
-        self._check_alive(method)
+    def _submit(self, method: GroupMethod, arguments: inspect.BoundArguments, later: bool) -> Future:
+        name, spec = method.name, method.spec
+        self._check_alive(name)
         mode, began = spec.mode, time.perf_counter()
-        call = Call(self.name, self.world_size, method, spec, arguments, self.route)
-        for key, value in arguments.arguments.items():
-            arguments.arguments[key] = resolved(value, call.where, remote=mode.remote and bool(self._transport.keeps))
+        stores = later and mode.joins_rows and bool(self._transport.store)
+        route = self.route(mode.mesh) if mode.mesh is not None else self._flat
+        call = Call(self.name, self.world_size, name, spec, arguments, route)
+        call.source = self._transport if stores else None
+        if not mode.on_tables:
+            values = Arguments.of(call, tables=False)
+            call.arguments = arguments.signature.bind(*values.args, **values.kwargs)
         if self._observers:
-            self._observers.tell("manymesh_before_dispatch", call=call)
+            self._observers.tell("before_dispatch", call)
         dealt = mode.dispatch(call)
         if len(dealt) != self.world_size:
             raise Refused(
@@ -234,41 +222,51 @@ class WorkerGroup:
                 want=self.world_size,
                 where=call.where,
             )
-        calls = {rank: each for rank, each in enumerate(dealt) if each is not None}
+        calls = {rank: rank_call for rank, rank_call in enumerate(dealt) if rank_call is not None}
         if spec.execute_mode is Execute.RANK_ZERO:
             calls = {0: calls[0]}
         answering = mode.answering(call) if mode.answering else frozenset(calls)
-        keep = not spec.blocking and mode.remote and mode.joins_rows and bool(self._transport.keeps)
-        ticket = self._transport.run(Order(self._within + method, spec.mesh, spec.reads_only, keep), calls, answering)
-        timeout_s = spec.timeout_s or self._timeout_s
+        command = Command(self._within + name, spec.mesh, spec.reads_only, stores)
+        ticket = self._transport.run(command, calls, answering)
         if self._observers:
-            seconds = time.perf_counter() - began
-            self._observers.tell("manymesh_after_dispatch", call=call, sent=calls, seconds=seconds)
+            self._observers.tell("after_dispatch", call, calls, time.perf_counter() - began)
 
         def finish() -> Any:
             answers: dict[int, Any] | None = None
-            failed: BaseException | None = None
+            failure: BaseException | None = None
             try:
-                self._wait_for_earlier(future)
-                answers = self._settle(ticket, method, spec.mesh, timeout_s, rows=mode.joins_rows)
-                result = mode.collect(call, {rank: answers[rank] for rank in answering})
-                return self._stay(result, call.where) if keep else result
+                if not method.overlaps:
+                    self._wait_for_earlier(future)
+                answers = self._settle(ticket, name, spec.mesh, spec.timeout_s or self._timeout_s, call)
+                given = {rank: answers[rank] for rank in answering}
+                return self._collected(call, given)
             except BaseException as error:
-                failed = error
+                failure = error
                 raise
             finally:
+                if future in self._life.under_way:
+                    self._life.under_way.remove(future)
                 if self._observers:
-                    facts = {"answers": answers, "seconds": time.perf_counter() - began, "error": failed}
-                    self._observers.tell("manymesh_after_collect", call=call, **facts)
+                    self._observers.tell("after_collect", call, answers, time.perf_counter() - began, failure)
 
         future = Future(ticket, finish)
-        self._life.under_way.append(future)
+        if not method.overlaps:
+            self._life.under_way.append(future)
         return future
 
-    def _stay(self, result: Any, where: str) -> Any:
-        from core._rows.remote import stays
-
-        return stays(result, self._transport, where)
+    @staticmethod
+    def _collected(call: Call, answers: dict[int, Any]) -> Any:
+        """What the mode makes of the answers. The workers have run, so whatever it raises is a BadAnswer."""
+        mode = call.spec.mode
+        try:
+            return mode.collect(call, answers if mode.on_tables else decode(answers))
+        except BadAnswer:
+            raise
+        except ManymeshError as error:
+            raise BadAnswer.of(error) from error
+        except Exception as error:
+            what = f"the answers of {call.method!r} cannot be joined"
+            raise BadAnswer(what, have=f"{type(error).__name__}: {error}", where=call.where) from error
 
     def _wait_for_earlier(self, future: Future | None) -> None:
         """Settle the calls before `future`, or all of them.
@@ -280,27 +278,27 @@ class WorkerGroup:
         if future is None or future in under_way:
             while under_way and under_way[0] is not future:
                 with suppress(Exception):  # whoever holds that future gets it
-                    under_way[0].result()
-            if future is not None:
-                under_way.pop(0)
+                    under_way[0].settled()
         if self._life.failure is not None:
             raise self._life.failure
 
     def _settle(
-        self, ticket: Ticket, method: str, mesh: str | None, timeout_s: float, *, rows: bool = False
+        self, ticket: Ticket, method: str, mesh: str | None, timeout_s: float, call: Call | None = None
     ) -> dict[int, Any]:
-        """Wait for outcomes; give the answers, or end the group and raise."""
+        """Wait for outcomes; give the answers as they came, or end the group and raise."""
         outcomes = ticket.gather(timeout_s)
-        bad = {rank: each for rank, each in outcomes.items() if not isinstance(each, Answered)}
+        answers = {rank: outcome.value for rank, outcome in outcomes.items() if isinstance(outcome, Answered)}
         late = sorted(ticket.ranks - outcomes.keys())
-        if not bad and not late:
-            return {
-                rank: decode(each.value, rows=rows) for rank, each in outcomes.items() if isinstance(each, Answered)
-            }
-        refusals = [each.error for each in bad.values() if isinstance(each, RefusedIt)]
+        if len(answers) == len(outcomes) and not late:
+            return answers
+        refusals = [outcome.error for outcome in outcomes.values() if isinstance(outcome, RefusedIt)]
         if len(refusals) == len(outcomes) and not late:
             raise refusals[0]
-        error = explained(outcomes, late, self.name, self._transport, method, mesh, timeout_s)
+        unsendable = [outcome.error for outcome in outcomes.values() if isinstance(outcome, BadlyAnswered)]
+        if len(answers) + len(unsendable) == len(outcomes) and not late:
+            raise unsendable[0]
+        hint = list_meant_per_rank(call) if call is not None else ""
+        error = explained(outcomes, late, self.name, self._transport, method, mesh, timeout_s, hint)
         self._transport.end()
         self._life.failure = self._life.failure or error
         raise self._life.failure

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import attrs
 
-from core.errors import Refused
+from core.errors import BadAnswer
 
 if TYPE_CHECKING:
     import torch
@@ -39,16 +39,16 @@ class Metric:
 
     @staticmethod
     def join(metrics: Sequence[Metric], where: str = "") -> Metric:
-        """Raises Refused when the metrics are to be joined in different ways, or "same" ones differ."""
+        """Raises BadAnswer where the metrics are to be joined in different ways, or "same" ones differ."""
         hows = {metric.how for metric in metrics}
         if len(hows) != 1:
-            raise Refused("metrics of one name are joined in different ways", have=sorted(hows), where=where)
+            raise BadAnswer("metrics of one name are joined in different ways", have=sorted(hows), where=where)
         how = hows.pop()
         totals = [metric.total for metric in metrics]
         if how in ("mean", "sum"):
             return Metric(sum(totals), sum(metric.weight for metric in metrics), how)
         if how == "same" and len(set(totals)) > 1:
-            raise Refused("a metric that must be the same everywhere differs", have=totals, where=where)
+            raise BadAnswer("a metric that must be the same everywhere differs", have=totals, where=where)
         return Metric(min(totals) if how == "min" else max(totals), 1.0, how)
 
     @staticmethod

@@ -17,7 +17,7 @@ from core.errors import RegistryError, did_you_mean
 from core.manifest import KINDS, Kind, Manifest, ModelFacts, Plan
 
 if TYPE_CHECKING:
-    from core._calls.calls import DispatchMode
+    from core._calls.call import DispatchMode
 
 __all__ = ["PLUGINS_VARIABLE", "Choice", "EngineRegistry", "Entry", "Status", "check_core"]
 
@@ -164,7 +164,7 @@ class EngineRegistry:
         Raises:
             RegistryError: as `resolve`, or what the plugin names is no DispatchMode.
         """
-        from core._calls.calls import DispatchMode
+        from core._calls.call import DispatchMode
 
         mode = self.load(name, "dispatch_mode")
         if not isinstance(mode, DispatchMode):

@@ -26,13 +26,12 @@ from typing import Any
 import attrs
 from ray import cloudpickle
 
-from core._calls.calls import Order, RankCall
-from core._rows.wire import contents, decode, digests, encode, mapped
-from core._run.host import WorkerHost
-from core._run.transport import Answered, Outcome, Raised, RefusedIt
+from core.dispatch import Command, RankCall
 from core.errors import Refused, did_you_mean
-from core.hookspecs import hookimpl
-from core.worker import WorkerContext, placed
+from core.group import MethodRun, Observer
+from core.transport import Answered, Outcome
+from core.transport.local import LoneRank, answer_digests, fetched
+from core.worker import WorkerContext
 
 
 @attrs.frozen
@@ -40,7 +39,7 @@ class Record:
     """A call as it reached a rank."""
 
     context: WorkerContext
-    order: Order
+    command: Command
     call: RankCall
     generators: Mapping[str, Any]
 
@@ -50,7 +49,7 @@ def _absolute(path: str | Path) -> str:
 
 
 @attrs.define
-class Recorder:
+class Recorder(Observer):
     """Observer of a group that stores the calls of some ranks.
 
     Args:
@@ -62,42 +61,31 @@ class Recorder:
     ranks: Collection[int] | None = None
     _numbers: dict[int, int] = attrs.field(factory=dict, init=False)
 
-    @hookimpl
-    def manymesh_before_method(self, host: WorkerHost, order: Order, call: RankCall) -> None:
-        if self.ranks is not None and host.context.rank not in self.ranks:
+    def before_method(self, run: MethodRun) -> None:
+        rank = run.context.rank
+        if self.ranks is not None and rank not in self.ranks:
             return
-        rank, folder = host.context.rank, _folder(self.directory, host.context.rank)
+        folder = _folder(self.directory, rank)
         if rank not in self._numbers:
             folder.mkdir(parents=True, exist_ok=True)
             for old in folder.iterdir():
                 old.unlink()
-            (folder / "made").write_bytes(cloudpickle.dumps(host.made))
+            (folder / "build").write_bytes(cloudpickle.dumps(run.build))
         number = self._numbers[rank] = self._numbers.get(rank, 0) + 1
-        record = Record(attrs.evolve(host.context, listener=None), order, _here(call, host), _generators())
+        record = Record(attrs.evolve(run.context, listener=None), run.command, fetched(run), _generators())
         (folder / f"{number:06d}.call").write_bytes(cloudpickle.dumps(record))
 
-    @hookimpl
-    def manymesh_after_method(self, host: WorkerHost, order: Order, outcome: Outcome) -> None:
-        rank = host.context.rank
+    def after_method(self, run: MethodRun, outcome: Outcome, seconds: float) -> None:
+        rank = run.context.rank
         if self.ranks is None or rank in self.ranks:
-            collected = isinstance(outcome, Answered) and outcome.value is not None and not order.keep
-            answer = digests(contents([outcome.value])) if collected else None  # type: ignore[union-attr]
+            collected = isinstance(outcome, Answered) and outcome.value is not None and not run.command.stores
+            answer = answer_digests(outcome.value) if collected else None  # type: ignore[union-attr]
             name = f"{self._numbers[rank]:06d}.answer"
             (_folder(self.directory, rank) / name).write_bytes(pickle.dumps(answer))
 
 
 def _folder(directory: str | Path, rank: int) -> Path:
     return Path(directory) / f"rank-{rank}"
-
-
-def _here(call: RankCall, host: WorkerHost) -> RankCall:
-    """The call with rows that lie elsewhere fetched."""
-    module = sys.modules.get("core._rows.remote")
-
-    def of(value: Any) -> Any:
-        return encode(value.rows(host.fetch)) if module is not None and isinstance(value, module.Fetch) else value
-
-    return RankCall(mapped(call.args, of), mapped(dict(call.kwargs), of), call.shard)
 
 
 def _generators() -> dict[str, Any]:
@@ -148,49 +136,36 @@ def replay(directory: str | Path, rank: int, *, call: int | None = None, debug: 
     folder = _folder(directory, rank)
     numbers = [int(file.stem) for file in sorted(folder.glob("*.call"))]
     if not numbers:
-        known = [each.name for each in Path(directory).glob("rank-*")]
+        known = [other.name for other in Path(directory).glob("rank-*")]
         raise Refused(f"there is no record of rank {rank}", where=str(directory), mend=did_you_mean(folder.name, known))
     last = numbers[-1] if call is None else call
     if last not in numbers:
         raise Refused(f"there is no call {last}", want=f"1..{numbers[-1]}", where=str(folder))
-    host = WorkerHost()
-    cls, args, kwargs = pickle.loads((folder / "made").read_bytes())
-    for number in numbers[:last]:
-        record: Record = pickle.loads((folder / f"{number:06d}.call").read_bytes())
-        context = attrs.evolve(record.context, master_port=0)  # peers cannot be met
-        if number == 1:
-            _succeeded(host.construct(cls, args, kwargs, context, set_env=True), "__init__")
-        _restore(record.generators)
-        if number < last:
-            _succeeded(host.run(record.order, record.call, True), record.order.method)
-    arguments = decode(record.call.args), decode(dict(record.call.kwargs))
-    method = getattr(host.worker, record.order.method)
-    with placed(context, record.call.shard):
-        try:
-            answer = (
-                pdb.Pdb().runcall(method, *arguments[0], **arguments[1])
-                if debug
-                else method(*arguments[0], **arguments[1])
-            )
-        except Refused as error:
-            raise _alone(error, record.order.method) from error
-    kept = folder / f"{last:06d}.answer"
-    before = pickle.loads(kept.read_bytes()) if kept.is_file() else None
-    return Replayed(
-        record.order.method, answer, None if before is None else digests(contents([encode(answer)])) == before
-    )
+    build = pickle.loads((folder / "build").read_bytes())
+    records: dict[int, Record] = {}
+    for number in numbers[: numbers.index(last) + 1]:
+        records[number] = pickle.loads((folder / f"{number:06d}.call").read_bytes())
+    record, method = records[last], "__init__"
+    try:
+        rank_alone = LoneRank(build, record.context)
+        for number, earlier in records.items():
+            method = earlier.command.method
+            _restore(earlier.generators)
+            if number < last:
+                rank_alone.run(earlier.command, earlier.call)
+        by = pdb.Pdb().runcall if debug else _call
+        answer = rank_alone.invoke(record.command, record.call, by)
+    except Refused as error:
+        mend = "replay a method that needs no peers, or an earlier call"
+        what = f"{method!r} cannot be replayed by one rank alone: {error.message}"
+        raise Refused(what, where=error.where, mend=mend) from error
+    file = folder / f"{last:06d}.answer"
+    before = pickle.loads(file.read_bytes()) if file.is_file() else None
+    return Replayed(record.command.method, answer, None if before is None else answer_digests(answer) == before)
 
 
-def _succeeded(outcome: Outcome, method: str) -> None:
-    if isinstance(outcome, RefusedIt):
-        raise _alone(outcome.error, method) from outcome.error
-    if isinstance(outcome, Raised):
-        raise RuntimeError(f"{method!r}, which ran before, raises {outcome.summary}\n{outcome.traceback}")
-
-
-def _alone(error: Refused, method: str) -> Refused:
-    mend = "replay a method that needs no peers, or an earlier call"
-    return Refused(f"{method!r} cannot be replayed by one rank alone: {error.message}", where=error.where, mend=mend)
+def _call(method: Any, *args: Any, **kwargs: Any) -> Any:
+    return method(*args, **kwargs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from core.batch import jagged, metadata, object_column, objects, with_metadata
+from core.batch import jagged, metadata, object_column, objects, to_padded, with_metadata
 from core.dispatch import Dispatch, DispatchMode, Execute, PerRank, method_specs, on_mesh, register
-from core.errors import Refused, WorkerFailed
+from core.errors import BadAnswer, Refused, WorkerFailed
 from core.group import RayClassWithInitArgs, WorkerGroup
 from core.transport.local import LocalWorkerGroup
 from core.worker import Worker
@@ -125,8 +125,8 @@ def test_uneven_mini_batches_come_back_in_order_and_every_rank_runs_as_many(grou
 
 
 def test_the_mean_of_a_metric_counts_no_filler(group: WorkerGroup) -> None:
-    assert group.mean_of_x(batch_of(5))["mean"].value == 2.0
-    assert local([0], [0], world_size=1).mean_of_x(batch_of(5))["mean"].value == 2.0
+    assert group.mean_of_x(batch_of(5))["mean"] == 2.0
+    assert local([0], [0], world_size=1).mean_of_x(batch_of(5))["mean"] == 2.0
 
 
 def test_dicts_are_joined_by_the_reducers_declared_for_their_keys(group: WorkerGroup) -> None:
@@ -219,23 +219,79 @@ def test_answers_that_are_no_batches_are_joined_as_they_declare_or_kept_by_dp_ra
     assert group.answer(batch_of(), "none") is None
     assert group.answer(batch_of(), "number") == [2, 0]
     metrics = group.answer(batch_of(), "metric")
-    assert (metrics["loss"].total, metrics["loss"].weight, metrics["loss"].value) == (2.0, 4.0, 0.5)
-    assert metrics["peak"].value == 2
+    assert metrics == {"loss": 0.5, "peak": 2.0}
     rows, ranks = group.answer(batch_of(), "pair")
     assert rows["x"].tolist() == list(range(8))
     assert ranks == {"rank": [2, 0]}
 
 
 def test_one_rank_that_answers_none_where_others_answer_batches_is_named(group: WorkerGroup) -> None:
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(BadAnswer) as error:
         group.answer(batch_of(), "some_none")
-    assert "rank 0: NoneType" in str(refusal.value)
+    assert "rank 0: NoneType" in str(error.value)
 
 
-def test_an_answer_with_other_rows_than_the_input_is_refused(group: WorkerGroup) -> None:
-    with pytest.raises(Refused, match="another number of rows") as refusal:
+def test_an_answer_with_other_rows_than_the_input_is_a_bad_answer_of_a_healthy_group(group: WorkerGroup) -> None:
+    with pytest.raises(BadAnswer, match="another number of rows") as error:
         group.drop_last_row(batch_of())
-    assert all(text in str(refusal.value) for text in ("rank 2", "3 rows", "4 rows"))
+    assert all(text in str(error.value) for text in ("rank 2", "3 rows", "4 rows"))
+    assert group.echo(batch_of())["x"].tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("kind", ["sparse", "lock"])
+def test_an_answer_that_cannot_be_sent_is_a_bad_answer_of_a_healthy_group(group: WorkerGroup, kind: str) -> None:
+    with pytest.raises(BadAnswer):
+        group.unsendable(batch_of(), kind)
+    assert group.echo(batch_of())["x"].tolist() == list(range(8))
+
+
+def test_a_list_where_a_per_rank_was_meant_is_hinted_at_when_the_method_fails() -> None:
+    with pytest.raises(WorkerFailed, match=r"wrap it in PerRank\(...\)"):
+        local().divided([1, 2, 3, 4])
+    with pytest.raises(WorkerFailed) as failure:
+        local().divided([1, 2, 3])
+    assert "PerRank" not in str(failure.value)
+
+
+def test_a_reference_to_rays_store_is_refused_with_what_to_give_instead(ray_group: WorkerGroup) -> None:
+    import ray
+
+    with pytest.raises(Refused, match="reference to an object") as refusal:
+        ray_group.see([ray.put(1)])
+    assert "ray.get(reference)" in str(refusal.value)
+    assert ray_group.see([1])[0][1] == [1]
+
+
+def test_any_method_can_be_called_for_later(group: WorkerGroup) -> None:
+    futures = [group.echo.later(batch_of()), group.place.later(), group.zero.later(1)]
+    assert futures[0].result()["x"].tolist() == list(range(8))
+    assert [place["RANK"] for place in futures[1].result()] in (["0", "1", "2", "3"], [None] * 4)
+    assert futures[2].result() == (0, 1)
+
+
+def test_a_setting_that_names_an_argument_which_is_not_there_is_refused() -> None:
+    class Misspelt(Echo):
+        @register(on_mesh("m"), num_blocks="num_blockz")
+        def ragged(self, batch: Any, num_blocks: int = 1) -> Any:
+            return batch
+
+    group = local(*PERMUTED, cls=Misspelt)
+    with pytest.raises(Refused, match="no argument 'num_blockz'"):
+        group.ragged(batch_of())
+
+
+def test_columns_whose_ragged_dim_is_not_the_second_make_the_round_trip(group: WorkerGroup) -> None:
+    batch = batch_of()
+    positions = torch.arange(3 * 12).view(3, 12)
+    batch["position_ids"] = torch.nested.nested_tensor_from_jagged(
+        positions.T.contiguous(), batch["tokens"].offsets()
+    ).transpose(1, 2)
+    answer = group.edit(batch)["position_ids"]
+    assert answer.shape[1] == 3
+    assert torch.equal(answer.transpose(1, 2).values(), positions.T)
+    padded = to_padded(batch)["position_ids"]
+    assert padded.shape == (8, 3, 3)
+    assert padded[3].tolist() == [[3, 4, 5], [15, 16, 17], [27, 28, 29]]
 
 
 def test_a_future_gives_what_a_blocking_call_gives_and_can_be_handed_on(group: WorkerGroup) -> None:
@@ -292,21 +348,17 @@ def test_an_override_with_more_arguments_keeps_the_settings_of_its_parent() -> N
     assert local(*PERMUTED, cls=Wider).repeat(batch_of(), 2)["x"].tolist() == [i for i in range(8) for _ in range(2)]
 
 
-def test_what_is_no_ordinary_method_is_refused_at_bind() -> None:
+def test_what_is_no_method_of_an_instance_is_refused_at_bind() -> None:
     class Static(Worker):
         @staticmethod
         @register()
         def call() -> None: ...
 
-    class Asynchronous(Worker):
-        @register()
-        async def call(self) -> None: ...
-
     class Named(Worker):
         @register()
         def name(self) -> None: ...
 
-    for cls in (Static, Asynchronous, Named):
+    for cls in (Static, Named):
         with pytest.raises(Refused):
             local(cls=cls)
 

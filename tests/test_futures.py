@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from core._rows.remote import Kept
 from core._rows.shards import Uneven, deal_rows, located, runs_of
+from core._rows.stored import StoredPart
 from core._rows.wire import encode
 from core.batch import jagged_from, object_column, objects, take
-from core.errors import Refused, WorkerFailed
-from core.group import RayClassWithInitArgs, WorkerGroup
+from core.errors import BadAnswer, Refused, WorkerFailed
+from core.group import Future, RayClassWithInitArgs, WorkerGroup
 from core.transport.local import LocalWorkerGroup
 from tests.support.workers import Echo
 
@@ -62,7 +62,7 @@ def test_parts_may_have_no_rows(sizes: list[int]) -> None:
     whole, store, parts, at = batch_of(sum(sizes)), [], [], 0
     for rank, size in enumerate(sizes):
         rows: Any = encode(take(whole, [(at, at + size)]))
-        parts.append(Kept.of(rows, rank, lambda value: store.append(value) or len(store) - 1))  # type: ignore[func-returns-value]
+        parts.append(StoredPart.of(rows, rank, lambda value: store.append(value) or len(store) - 1))  # type: ignore[func-returns-value]
         at += size
 
     class Source:
@@ -70,7 +70,7 @@ def test_parts_may_have_no_rows(sizes: list[int]) -> None:
         def fetch(handles: Any) -> Any:
             return [store[handle] for handle in handles]
 
-    read = attrs.evolve(Kept.concat(parts), source=Source).read()
+    read = attrs.evolve(StoredPart.joined(parts), source=Source).batch()
     assert read["x"].tolist() == list(range(sum(sizes)))
     assert objects(read.get("names")) == objects(whole.get("names"))
     assert torch.equal(read["tokens"].values(), whole["tokens"].values())
@@ -121,7 +121,7 @@ def test_rows_arrive_as_they_would_through_the_driver(
     assert same(answer, through_driver)
     assert torch.equal(answer["wide"], answer["x"].float()[:, None].expand(-1, width))
     assert (answer["tokens"] + answer["more"]).values().tolist() == (answer["tokens"].values() * 3).tolist()
-    assert made[1]["sum"].total == float(answer["x"].sum())
+    assert made[1]["sum"] == float(answer["x"].sum())
     assert sorted(made[2]) == [0, 2, 3]
 
 
@@ -131,7 +131,7 @@ def test_filler_reaches_a_rank_that_has_no_row_of_its_own_and_does_not_come_back
     answer = taker.padded(maker.padded_later(batch))
     assert (answer["x"].tolist(), answer["got"].tolist()) == ([0], [1])
     assert "row_weight" not in answer.keys()  # noqa: SIM118
-    assert taker.mean_of_x(maker.make_later(batch_of(5))[0])["mean"].value == 2.0
+    assert taker.mean_of_x(maker.make_later(batch_of(5))[0])["mean"] == 2.0
 
 
 def test_a_future_can_be_an_argument_of_any_mode_and_of_several_calls(groups: Any) -> None:
@@ -231,9 +231,11 @@ def test_rows_for_another_node_are_cut_where_they_lie(ray_groups: Any, monkeypat
 
 
 def test_rows_are_gone_with_the_workers_that_made_them(ray_cluster: None, ray_groups: Any) -> None:
-    maker, _ = ray_groups
-    made = maker.make_later(batch_of(6))[0]
-    rows = attrs.evolve(made.unfetched(), source=type("Ended", (), {"ended": True})())
-    with pytest.raises(Refused, match="its workers have been ended") as refusal:
-        rows.read()
-    assert "'make_later' of group 'maker'" in str(refusal.value)
+    maker, taker = ray_groups
+    future = maker.make_later(batch_of(6))[0]
+    gone = Future(None, None, attrs.evolve(future.settled(), source=type("Ended", (), {"ended": True})()))
+    with pytest.raises(BadAnswer, match="its workers have been ended") as error:
+        gone.result()
+    assert "'make_later' of group 'maker'" in str(error.value)
+    with pytest.raises(Refused, match="its workers have been ended"):
+        taker.echo(gone)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from core._rows.wire import num_bytes
+from core._rows.wire_tensor import num_bytes
+from core._run.observers import MethodRun, Observer, Observers
 from core.dispatch import on_mesh, register
 from core.errors import WorkerFailed
 from core.group import RayClassWithInitArgs
-from core.hookspecs import hookimpl
 from core.transport.local import LocalWorkerGroup
 from core.worker import Worker
 from manymesh.replay import Recorder, main, replay
@@ -28,44 +29,37 @@ def batch_of(rows: int = 4) -> TensorDict:
     return TensorDict({"x": torch.arange(rows)}, batch_size=[rows])
 
 
-class Listening:
+class Listening(Observer):
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []
 
-    @hookimpl
-    def manymesh_before_dispatch(self, call: Any) -> None:
+    def before_dispatch(self, call: Any) -> None:
         self.heard.append(("before", call.group, call.method, call.spec.mesh, call.num_rows))
 
-    @hookimpl
-    def manymesh_after_dispatch(self, call: Any, sent: Any, seconds: float) -> None:
+    def after_dispatch(self, call: Any, sent: Any, seconds: float) -> None:
         weights = {id(each): num_bytes((each.args, dict(each.kwargs))) for each in sent.values()}
         self.heard.append(("sent", call.num_rows, sum(weights.values()), seconds > 0))
 
-    @hookimpl
-    def manymesh_after_collect(self, answers: Any, seconds: float, error: BaseException | None) -> None:
+    def after_collect(self, call: Any, answers: Any, seconds: float, error: BaseException | None) -> None:
         got = None if answers is None else num_bytes(list(answers.values()))
         self.heard.append(("collected", got, seconds > 0, type(error).__name__))
 
-    @hookimpl
-    def manymesh_before_method(self, host: Any, order: Any) -> None:
-        self.heard.append(("run", host.context.rank, order.method, order.mesh))
+    def before_method(self, run: MethodRun) -> None:
+        self.heard.append(("run", run.context.rank, run.command.method, run.command.mesh))
 
-    @hookimpl
-    def manymesh_after_method(self, order: Any, outcome: Any, seconds: float) -> None:
-        self.heard.append(("ran", order.method, type(outcome).__name__, seconds > 0))
+    def after_method(self, run: MethodRun, outcome: Any, seconds: float) -> None:
+        self.heard.append(("ran", run.command.method, type(outcome).__name__, seconds > 0))
 
 
-class Raising:
-    @hookimpl
-    def manymesh_before_dispatch(self) -> None:
+class Raising(Observer):
+    def before_dispatch(self, call: Any) -> None:
         raise RuntimeError("an observer's own fault")
 
-    @hookimpl
-    def manymesh_before_method(self) -> None:
+    def before_method(self, run: MethodRun) -> None:
         raise RuntimeError("an observer's own fault")
 
 
-def observed(*observers: object, cls: type = Echo, world_size: int = 2, **kwargs: Any) -> LocalWorkerGroup:
+def observed(*observers: Observer, cls: type = Echo, world_size: int = 2, **kwargs: Any) -> LocalWorkerGroup:
     ranks = list(range(world_size))
     return LocalWorkerGroup(RayClassWithInitArgs(cls, ranks, ranks), world_size, observers=observers, **kwargs)
 
@@ -101,20 +95,20 @@ def test_an_observer_that_raises_is_logged_once_and_hurts_neither_the_call_nor_i
         for _ in range(3):
             assert group.echo(batch_of())["x"].tolist() == [0, 1, 2, 3]
     assert [record.message.partition("failed in ")[2] for record in caplog.records] == [
-        "manymesh_before_dispatch",
-        "manymesh_before_method",
-        "manymesh_before_method",  # once in each rank
+        "before_dispatch",
+        "before_method",
+        "before_method",  # once in each rank
     ]
     assert sum(each[0] == "before" for each in listening.heard) == 3
 
 
-def test_a_hook_that_there_is_not_is_refused_when_the_group_is_made() -> None:
-    class Misspelt:
-        @hookimpl
-        def manymesh_before_dispach(self) -> None: ...
+def test_an_observer_that_hears_of_no_method_does_not_travel_to_the_workers() -> None:
+    class Driver(Observer):
+        lock = threading.Lock()  # cannot be pickled
 
-    with pytest.raises(Exception, match="manymesh_before_dispach"):
-        observed(Misspelt())
+        def before_dispatch(self, call: Any) -> None: ...
+
+    assert Observers([Driver(), Listening()]).of_workers()[0].__class__ is Listening
 
 
 class Drawing(Worker):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from core._calls.calls import Order, RankCall
+from core._calls.call import Command, RankCall
 from core._rows.wire import encode
 from core._run.host import WorkerHost
 from core.batch import object_column, objects
@@ -61,7 +61,7 @@ def test_a_method_that_only_reads_gets_no_copy(reads_only: bool) -> None:
     host = WorkerHost()
     host.construct(Reading, (), {}, WorkerContext(), set_env=False)
     tensor = torch.arange(4)
-    outcome: Any = host.run(Order("address", reads_only=reads_only), RankCall((encode(tensor),)), True)
+    outcome: Any = host.run(Command("address", reads_only=reads_only), RankCall((encode(tensor),)), True)
     assert (outcome.value == tensor.data_ptr()) is reads_only
 
 

@@ -7,65 +7,52 @@ rows.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import attrs
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
+from core._rows.columns import (
+    ObjectColumn,
+    Objects,
+    flat,
+    is_jagged,
+    nested,
+    object_column,
+    objects_of,
+    ragged_dim,
+    starts,
+)
 from core._rows.memory_pool import PAGES, SMALL_BYTES
+from core._rows.shards import Range, Shard, are_in_order
+from core._rows.table import Get, PartTable, WholeTable
+from core._rows.wire_tensor import equal, num_bytes, shared, to_wire
 from core.errors import Refused
 
-try:  # with it the questions and the making of jagged columns are no dispatches; but it is no public name of torch
-    from torch.nested._internal.nested_tensor import NestedTensor
-except ImportError:
-    NestedTensor = None  # type: ignore[assignment,misc]
-
-Range = tuple[int, int]  # rows start..stop-1
+FEW_RANGES = 16  # more of them are picked row by row
 
 
 @attrs.frozen(eq=False, slots=True)
 class Jagged:
-    """Tokens of all rows in order; `offsets` is an index into Rows.offsets, so that columns can share them."""
+    """Tokens of all rows in order, (tokens, ...).
+
+    Attributes:
+        offsets: an index into Rows.offsets, so that columns can share them.
+        dim: the column's ragged dim, which `values` have first: 2 for (rows, 3, tokens).
+    """
 
     values: torch.Tensor
     offsets: int
+    dim: int = 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Jagged, (self.values, self.offsets)
-
-
-class Objects:
-    """One Python object a row, or the pickles of runs of them until somebody reads `values`.
-
-    So object columns that a worker passes on unread cost it nothing.
-    """
-
-    __slots__ = ("_values", "pickles")
-
-    def __init__(self, values: list[Any] | None, pickles: Sequence[bytes] = ()) -> None:
-        self._values, self.pickles = values, tuple(pickles)
+        return Jagged, (self.values, self.offsets, self.dim)
 
     @property
-    def values(self) -> list[Any]:
-        if self._values is None:
-            self._values = [value for each in self.pickles for value in pickle.loads(each)]
-            self.pickles = ()  # whoever reads an object can change it
-        return self._values
-
-    def pickled(self) -> Objects:
-        """The form that crosses between processes."""
-        if self._values is None:
-            return self
-        from ray import cloudpickle
-
-        return Objects(None, [cloudpickle.dumps(self._values)])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Objects, (self._values, self.pickles)
+    def nbytes(self) -> int:
+        return int(self.values.nbytes)
 
 
 @attrs.frozen(eq=False, slots=True)
@@ -76,7 +63,7 @@ class Metadata:
 
 
 @attrs.frozen(eq=False)
-class Rows:
+class Rows(WholeTable, PartTable):
     """A batch's columns by name: tensors (rows, ...), Jagged, Objects, Metadata, or Rows.
 
     Attributes:
@@ -109,18 +96,43 @@ class Rows:
             if id(found) not in seen:
                 seen[id(found)] = len(offsets)
                 offsets.append(found)
-            return Jagged(values, seen[id(found)])
+            return Jagged(values, seen[id(found)], ragged_dim(column))
 
         table = {name: apart(batch.get(name)) for name in batch.keys()}  # noqa: SIM118
         return cls(int(batch.batch_size[0]), table, offsets)
 
-    def batch(self) -> TensorDict:
+    def __len__(self) -> int:
+        return self.num
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.columns)
+
+    def result(self, source: Any, origin: str) -> TensorDict:
+        return self.batch()
+
+    @staticmethod
+    def joined(parts: Sequence[Rows], where: str = "") -> Rows:
+        return Rows.concat([part.map_tensors(shared) for part in parts], where)
+
+    def on_wire(self) -> Rows:
+        return self.map_tensors(to_wire, lambda objects: objects.pickled())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors and pickled objects."""
+        return num_bytes(self.columns) + num_bytes(self.offsets)
+
+    def batch(self, get: Get | None = None, tensor: Callable[[Any], Any] | None = None) -> TensorDict:
         """The TensorDict again. Columns that share offsets can be computed with together."""
+        if tensor is not None:
+            return self.map_tensors(tensor).batch()
 
         def whole(column: Any) -> Any:
             match column:
                 case Jagged():
-                    return nested(column.values, self.offsets[column.offsets])
+                    tokens = nested(column.values, self.offsets[column.offsets])
+                    return tokens if column.dim == 1 else tokens.transpose(1, column.dim)
                 case Objects():
                     return ObjectColumn.of(column, self.num) if self.num else object_column(column.values)
                 case Metadata():
@@ -143,7 +155,7 @@ class Rows:
             match column:
                 case Jagged():
                     old = self.offsets[column.offsets]
-                    return Jagged(column.values[int(old[start]) : int(old[stop])], column.offsets)
+                    return Jagged(column.values[int(old[start]) : int(old[stop])], column.offsets, column.dim)
                 case Objects():
                     return Objects(column.values[start:stop])
                 case Rows():
@@ -167,7 +179,7 @@ class Rows:
         def pick(column: Any) -> Any:
             match column:
                 case Jagged():
-                    return Jagged(column.values[at[column.offsets]], column.offsets)
+                    return Jagged(column.values[at[column.offsets]], column.offsets, column.dim)
                 case Objects():
                     return Objects([column.values[row] for row in index.tolist()])
                 case Rows():
@@ -184,8 +196,22 @@ class Rows:
         return Rows(self.num, {**self.columns, "row_weight": weight * real}, self.offsets)
 
     def only(self, wanted: Callable[[str], bool]) -> Rows:
-        """The same of fewer columns."""
         return Rows(self.num, {name: each for name, each in self.columns.items() if wanted(name)}, self.offsets)
+
+    def shard(self, shard: Shard, *, with_weights: bool) -> Rows:
+        ranges = shard.ranges()
+        if len(ranges) <= FEW_RANGES:
+            rows = self.take(ranges)
+        else:
+            rows = self.select(torch.tensor([row for start, stop in ranges for row in range(start, stop)]))
+        return rows.weighted(torch.tensor([row >= 0 for row in shard.row_numbers()])) if with_weights else rows
+
+    def restored(self, shards: tuple[Shard, ...], rows_per_input: int) -> Rows:
+        if are_in_order(shards):
+            return self
+        order = torch.tensor([row for shard in shards for row in shard.row_numbers()])
+        back = torch.argsort(order, stable=True)[int((order < 0).sum()) :]
+        return self.select((back[:, None] * rows_per_input + torch.arange(rows_per_input)).reshape(-1))
 
     def _map(self, num: int, of_column: Callable[[Any], Any], offsets: list[torch.Tensor]) -> Rows:
         return Rows(num, {name: of_column(column) for name, column in self.columns.items()}, offsets)
@@ -196,7 +222,7 @@ class Rows:
         def of(column: Any) -> Any:
             match column:
                 case Jagged():
-                    return Jagged(function(column.values), column.offsets)
+                    return Jagged(function(column.values), column.offsets, column.dim)
                 case Rows():
                     return column.map_tensors(function, objects)
                 case Objects():
@@ -229,7 +255,7 @@ class Rows:
                         joined[key] = len(offsets)
                         lengths = [part.offsets[i].diff() for part, i in zip(parts, key, strict=True)]
                         offsets.append(starts(torch.cat(lengths)))
-                    return Jagged(_cat([column.values for column in columns]), joined[key])
+                    return Jagged(_cat([column.values for column in columns]), joined[key], columns[0].dim)
                 case Objects():
                     if all(column.pickles for column in columns):
                         return Objects(None, [each for column in columns for each in column.pickles])
@@ -255,106 +281,11 @@ def _cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(tensors), out=out)
 
 
-def is_batch(value: object) -> bool:
-    """A TensorDict of columns, as against a tensordict's own wrappers of Python objects."""
-    return isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack | NonTensorData)
-
-
-class ObjectColumn(NonTensorStack):
-    """An object column that makes its NonTensorData, one a row at some microseconds each, when one is looked at."""
-
-    unread: Objects | None
-    _members: list[Any]
-
-    @classmethod
-    def of(cls, objects: Objects, num: int) -> ObjectColumn:
-        column = cls.__new__(cls)  # __init__ takes a third of a millisecond for a subclass
-        state = vars(NonTensorStack(NonTensorData(None))) | {"_batch_size": torch.Size([num])}
-        del state["tensordicts"]
-        column.__dict__.update(state, _members=[], unread=objects)
-        return column
-
-    @property
-    def tensordicts(self) -> list[Any]:
-        if self.unread is not None:
-            self._members, self.unread = [NonTensorData(value) for value in self.unread.values], None
-        return self._members
-
-    @tensordicts.setter
-    def tensordicts(self, members: list[Any]) -> None:
-        self._members, self.unread = members, None
-
-    def _has_names(self) -> bool:
-        return self.unread is None and bool(super()._has_names())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return object_column, (objects_in(self),)
-
-
-def objects_of(column: NonTensorStack) -> Objects:
-    pickles = getattr(getattr(column, "unread", None), "pickles", ())
-    return Objects(None, pickles) if pickles else Objects(objects_in(column))
-
-
-def objects_in(column: NonTensorStack) -> list[Any]:
-    unread = getattr(column, "unread", None)
-    return [item.data for item in column.tensordicts] if unread is None else list(unread.values)
-
-
-def read(column: Any) -> Any:
-    """A column as it is; of an object column its objects."""
-    return objects_in(column) if isinstance(column, NonTensorStack) else column
-
-
-def object_column(values: Sequence[Any]) -> NonTensorStack:
-    """One Python object a row, kept by identity."""
-    return ObjectColumn.of(Objects(list(values)), len(values)) if values else NonTensorStack()
-
-
-def is_jagged(value: object) -> bool:
-    return type(value) is NestedTensor or (isinstance(value, torch.Tensor) and value.is_nested)
-
-
-def nested(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The jagged column of the values; those with a gradient get it through the column.
-
-    torch's own maker ends in the same constructor, by way of a dispatch that costs three times as much.
-    """
-    offsets = offsets.to(values.device)
-    if values.requires_grad or NestedTensor is None:
-        return torch.nested.nested_tensor_from_jagged(values, offsets)
-    column: torch.Tensor = NestedTensor(values, offsets)
-    return column
-
-
-def contiguous(column: Any) -> Any:
-    """The jagged column with its values packed without holes, tokens on dim 1."""
-    if type(column) is not NestedTensor and column.layout != torch.jagged:
-        raise Refused("nested columns have layout torch.jagged", have=column.layout)
-    if column._ragged_idx != 1:
-        raise Refused("jagged columns have their ragged dim right after rows", have=column._ragged_idx)
-    # The attributes, since each public accessor is a dispatch.
-    offsets = column._offsets
-    plain = column._lengths is None and int(offsets[0]) == 0 and int(offsets[-1]) == column._values.shape[0]
-    return column if plain else column.contiguous()
-
-
-def flat(column: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A jagged column's tokens in row order, and the offsets at which rows begin and end. Detached, not copied."""
-    column = contiguous(column)
-    return column._values.detach(), column._offsets
-
-
-def starts(lengths: torch.Tensor) -> torch.Tensor:
-    """Offsets of rows of the given lengths: int64 (rows + 1), from 0 to the sum."""
-    return torch.nn.functional.pad(lengths.to(torch.int64).cumsum(0), (1, 0))
-
-
 def form_of(column: Any) -> tuple[Any, ...]:
     """What columns must have in common to be joined; of tensors, or of their form on the wire."""
     match column:
         case Jagged():
-            return ("jagged", str(column.values.dtype), *column.values.shape[1:])
+            return ("jagged", str(column.values.dtype), *column.values.shape[1:], f"ragged dim {column.dim}")
         case Objects() | Metadata() | Rows():
             return (type(column).__name__.lower(),)
     return ("dense", str(column.dtype), *column.shape[1:])
@@ -378,15 +309,5 @@ def check_forms(parts: Sequence[Mapping[str, tuple[Any, ...]]], where: str) -> N
 
 def check_metadata(name: str, values: Sequence[Any], where: str) -> None:
     """Raises Refused where metadata are not the same in all parts."""
-    if not all(_equal(value, values[0]) for value in values):
+    if not all(equal(value, values[0]) for value in values):
         raise Refused(f"metadata {name!r} differs between shards", have=list(values), where=where)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Equal by `==`, or where that gives no answer (arrays, nan, objects without it) by how they pickle."""
-    with suppress(Exception):
-        if a is b or (a == b) is True:
-            return True
-    with suppress(Exception):
-        return pickle.dumps(a) == pickle.dumps(b)
-    return False

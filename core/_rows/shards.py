@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 
@@ -142,38 +142,6 @@ def rows_of_groups(groups: Sequence[int]) -> list[list[int]]:
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
     return list(members.values())
-
-
-def cut(rows: Any, shard: Shard, with_weights: bool) -> Any:
-    """The shard's rows of Rows, or what it takes to fetch them of RemoteRows. Filler is copies of real rows with
-    `row_weight` 0.
-
-    Args:
-        with_weights: add the column `row_weight`: where any shard has filler all shards need it.
-    """
-    remote = hasattr(rows, "piece")
-    if not with_weights:
-        return rows.piece(shard.ranges()) if remote else rows.take(shard.ranges())
-    real = [row >= 0 for row in shard.row_numbers()]
-    if remote:
-        return rows.piece(shard.ranges(), real)
-    import torch
-
-    index = [row for start, stop in shard.ranges() for row in range(start, stop)]
-    return rows.select(torch.tensor(index)).weighted(torch.tensor(real))
-
-
-def in_order(rows: Any, shards: tuple[Shard, ...], per_input: int) -> Any:
-    """Joined answers (Rows, or RemoteRows) in the order of the driver's rows, without those of filler."""
-    if hasattr(rows, "in_order"):
-        return rows.in_order(shards, per_input)
-    if are_in_order(shards):
-        return rows
-    import torch
-
-    order = torch.tensor([row for shard in shards for row in shard.row_numbers()])
-    back = torch.argsort(order, stable=True)[int((order < 0).sum()) :]
-    return rows.select((back[:, None] * per_input + torch.arange(per_input)).reshape(-1))
 
 
 Run = tuple[int, int, int]  # rows start..stop-1 of a part: (part, start, stop)

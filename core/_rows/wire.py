@@ -11,28 +11,19 @@ import hashlib
 import pickle
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from core.errors import Refused
+from core._rows.table import Deferred, Get, Table, WholeTable
+from core._rows.wire_tensor import WireTensor, copied, own, shared, to_wire
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
 
     from core._rows.rows import Rows
-
-
-@attrs.frozen(slots=True)
-class WireTensor:
-    array: np.ndarray[Any, Any]  # the raw bytes of what numpy lacks
-    dtype: str
-    shape: tuple[int, ...]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return WireTensor, (self.array, self.dtype, self.shape)  # a third of the time of the slots' states
 
 
 @attrs.frozen(slots=True)
@@ -41,12 +32,20 @@ class WireArray:
 
     array: np.ndarray[Any, Any]
 
+    @property
+    def nbytes(self) -> int:
+        return int(self.array.nbytes)
+
 
 @attrs.frozen(slots=True)
 class WireNested:
     """A nested tensor by itself, as the only column of rows."""
 
     rows: Rows
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes
 
 
 def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -58,143 +57,97 @@ def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(value)
 
 
-def encode(value: Any) -> Any:
-    """Replace tensors and batches inside tuples, lists and dicts by their wire form.
+def encode(value: Any, leaf: Callable[[Any], Any] | None = None) -> Any:
+    """Replace tensors and batches inside tuples, lists and dicts by the form that crosses between processes.
 
-    A batch becomes Rows that hold WireTensors. Cheap: contiguous CPU tensors are not copied. Other objects
-    pass as they are.
+    A batch becomes Rows that hold WireTensors, a value that is yet to come is awaited. Cheap: contiguous CPU tensors
+    are not copied. Other objects pass as they are.
+
+    Args:
+        leaf: what a transport does to each value before.
     """
-    return mapped(value, _encoded)
+    return mapped(value, lambda item: _encoded(item if leaf is None else leaf(item), leaf))
 
 
-def _encoded(value: Any) -> Any:
-    if (module := sys.modules.get("core._rows.remote")) is not None and isinstance(value, module.RemoteRows):
-        return value.piece([(0, len(value))])
-    if (numpy := sys.modules.get("numpy")) is not None and type(value) is numpy.ndarray and value.dtype != object:
-        return WireArray(value)
-    if "torch" not in sys.modules:
+def table_of(value: Any) -> WholeTable | None:
+    """A batch as a table; None for what is no batch."""
+    if isinstance(value, WholeTable):
         return value
-    import torch
-
-    if isinstance(value, torch.Tensor) and not value.is_nested:
-        return to_wire(value)
-    if isinstance(value, torch.Tensor) or "tensordict" in sys.modules:
-        from core._rows.rows import Jagged, Rows, flat, is_batch
+    if "tensordict" in sys.modules:
+        from core._rows.columns import is_batch
+        from core._rows.rows import Rows
 
         if is_batch(value):
-            value = Rows.of(value)
-        if isinstance(value, Rows):
-            return value.map_tensors(to_wire, lambda objects: objects.pickled())
-        if isinstance(value, torch.Tensor):
-            values, offsets = flat(value)
-            return WireNested(Rows(len(offsets) - 1, {"": Jagged(values, 0)}, [offsets]).map_tensors(to_wire))
-    return value
+            return Rows.of(value)
+    return None
 
 
-def decode(value: Any, *, rows: bool = False, reads_only: bool = False, get: Any = None) -> Any:
+def _encoded(value: Any, leaf: Callable[[Any], Any] | None) -> Any:
+    if isinstance(value, Deferred):
+        return encode(value.awaited("an argument"), leaf)
+    if (numpy := sys.modules.get("numpy")) is not None and type(value) is numpy.ndarray and value.dtype != object:
+        return WireArray(value)
+    if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
+        if not value.is_nested:
+            return to_wire(value)
+        from core._rows.columns import flat
+        from core._rows.rows import Jagged, Rows
+
+        values, offsets = flat(value)
+        return WireNested(Rows(len(offsets) - 1, {"": Jagged(values, 0)}, [offsets]).on_wire())
+    table = table_of(value)
+    return value if table is None else table.on_wire()
+
+
+def decode(value: Any, *, reads_only: bool = False, get: Get | None = None) -> Any:
     """The inverse of encode: tensors with memory of their own.
 
     Args:
-        rows: leave batches as core._rows.rows.Rows, whose tensors may share read-only memory of the object store: for a
-            reader that copies at once.
-        reads_only: tensors may share that memory too: for a reader that writes to none.
-        get: fetches values of the store by handles; what has to be fetched cannot be decoded without.
+        reads_only: tensors may share read-only memory of the object store: for a reader that writes to none.
+        get: gets values of the store by handles; what lies there cannot be had without.
     """
     if value is None or (type(value) in (tuple, dict) and not value):
         return value
-    with warnings.catch_warnings():  # torch warns of read-only arrays; where they are not copied, nobody writes to them
+    with reading():
+        return mapped(value, lambda item: _decoded(item, shared if reads_only else copied, get))
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """torch warns of read-only arrays. Where they are not copied, nobody writes to them."""
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")
-        return mapped(value, lambda each: _decoded(each, rows, shared if reads_only else _copied, get))
+        yield
 
 
-def _decoded(value: Any, rows: bool, tensor: Callable[[WireTensor], Any], get: Any) -> Any:
+def _decoded(value: Any, tensor: Callable[[WireTensor], Any], get: Get | None) -> Any:
     if isinstance(value, WireTensor):
         return tensor(value)
     if isinstance(value, WireArray):
-        return value.array if tensor is shared else _own(value.array)
+        return value.array if tensor is shared else own(value.array)
     if isinstance(value, WireNested):
-        return value.rows.map_tensors(tensor).batch().get("")
-    if (module := sys.modules.get("core._rows.rows")) is not None and isinstance(value, module.Rows):
-        return value.map_tensors(shared) if rows else value.map_tensors(tensor).batch()
-    if (module := sys.modules.get("core._rows.remote")) is not None and isinstance(value, module.Fetch):
-        return value.rows(get).batch()
+        return value.rows.batch(tensor=tensor).get("")
+    if isinstance(value, Table):
+        return value.batch(get, tensor)
     return value
 
 
-def num_bytes(value: Any) -> int:
-    """Bytes of the arrays and pickled objects in a value on the wire, or of a batch's tensors; the rest counts 0."""
-    if type(value) in (tuple, list):
-        return sum(map(num_bytes, value))
-    if type(value) is dict:
-        return sum(map(num_bytes, value.values()))
-    if isinstance(value, WireTensor | WireArray):
-        return int(value.array.nbytes)
-    if isinstance(value, WireNested):
-        return num_bytes(value.rows)
-    if (module := sys.modules.get("core._rows.rows")) is not None:
-        match value:
-            case module.Rows():
-                return num_bytes(value.columns) + num_bytes(value.offsets)
-            case module.Jagged():
-                return num_bytes(value.values)
-            case module.Objects():
-                return sum(map(len, value.pickles))
-    return int(getattr(value, "nbytes", 0))
-
-
-_NUMPY_LACKS = frozenset({"bfloat16", "complex32"})
-
-
-def to_wire(tensor: torch.Tensor | WireTensor) -> WireTensor:
-    import torch
-
-    if isinstance(tensor, WireTensor):
-        return tensor
-    if tensor.layout != torch.strided or tensor.is_meta:
-        raise Refused(
-            "only dense and jagged tensors can be sent", have=f"{tensor.layout} on {tensor.device}", mend="to_dense()"
-        )
-    tensor = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-    if dtype in _NUMPY_LACKS or dtype.startswith("float8"):
-        return WireTensor(tensor.reshape(-1).view(torch.uint8).numpy(), dtype, shape)
-    return WireTensor(tensor.numpy(), dtype, shape)
-
-
-def shared(wire: WireTensor, copy: Callable[[Any], Any] = lambda array: array) -> torch.Tensor:
-    import torch
-
-    dtype = getattr(torch, wire.dtype)
-    tensor = torch.from_numpy(copy(wire.array))
-    return tensor if tensor.dtype == dtype else tensor.view(dtype).reshape(wire.shape)
-
-
-def _copied(wire: WireTensor) -> torch.Tensor:
-    return shared(wire, _own)
-
-
-def _own(array: Any) -> Any:
-    from core._rows.memory_pool import PAGES
-
-    return PAGES.copy(array)
-
-
-def contents(args: Any, kwargs: Any = {}) -> dict[str, Any]:  # noqa: B006
+def contents(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What a method is given, or answers, by what it is: each argument, and each column of those that are batches."""
-    found: dict[str, Any] = {}
-    for name, value in [*enumerate(args), *kwargs.items()]:
-        columns: Any = {}
-        if (module := sys.modules.get("core._rows.rows")) is not None and module.is_batch(value):
-            columns = {each: module.read(value.get(each)) for each in value.keys()}  # noqa: SIM118
-        elif module is not None and isinstance(value, module.Rows):
-            columns = {each: getattr(column, "values", column) for each, column in value.columns.items()}
-            found[f"offsets of argument {name!r}"] = value.offsets
-        found |= {f"column {each!r} of argument {name!r}": column for each, column in columns.items()}
-        if not columns:
-            found[f"argument {name!r}"] = value
-    return found
+    parts: dict[str, Any] = {}
+    for name, value in [*enumerate(args), *(kwargs or {}).items()]:
+        table: Any = table_of(value)
+        if table is None:
+            parts[f"argument {name!r}"] = value
+            continue
+        parts[f"offsets of argument {name!r}"] = table.offsets
+        for column, content in table.columns.items():
+            # Objects are read where they are: those that nobody has read yet are pickles, which give copies.
+            content = value.get(column).tolist() if table is not value and hasattr(content, "pickles") else content
+            parts[f"column {column!r} of argument {name!r}"] = getattr(content, "values", content)
+    return parts
 
 
-def digests(found: dict[str, Any]) -> dict[str, str]:
+def digests(parts: Mapping[str, Any]) -> dict[str, str]:
     """A digest of each of the contents."""
-    return {what: hashlib.sha256(pickle.dumps(encode(each))).hexdigest() for what, each in found.items()}
+    return {name: hashlib.sha256(pickle.dumps(encode(value))).hexdigest() for name, value in parts.items()}

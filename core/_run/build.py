@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -26,10 +26,12 @@ class RayClassWithInitArgs:
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
         self.__attrs_init__(cls, args, kwargs)
 
-    def method_names(self) -> list[str]:
+    def methods(self) -> dict[str, Callable[..., Any]]:
         """What its workers can be told to run: `method`, and `role.method` of roles."""
-        inner = [f"{role}.{name}" for role, made in self.roles.items() for name in made.method_names()]
-        return [*method_specs(self.cls), *inner]
+        methods = {name: function for name, (_, function) in method_specs(self.cls).items()}
+        for role, build in self.roles.items():
+            methods |= {f"{role}.{name}": function for name, function in build.methods().items()}
+        return methods
 
     @classmethod
     def with_roles(cls, holder: type, roles: Mapping[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:

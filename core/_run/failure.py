@@ -6,7 +6,7 @@ import pickle
 from contextlib import suppress
 from typing import Any
 
-from core._run.transport import Answered, Died, Outcome, Raised, RefusedIt, Transport
+from core._run.transport import Answered, BadlyAnswered, Died, Outcome, Raised, RefusedIt, Transport
 from core.errors import DeadlineExceeded, ManymeshError, WorkerFailed
 
 
@@ -18,13 +18,15 @@ def explained(
     method: str,
     mesh: str | None,
     timeout_s: float,
+    hint: str = "",
 ) -> ManymeshError:
     """The error of a call that not all ranks answered.
 
     Args:
         late: ranks that have no outcome at the deadline.
+        hint: what else may mend it.
     """
-    bad = {rank: each for rank, each in outcomes.items() if not isinstance(each, Answered)}
+    bad = {rank: each for rank, each in outcomes.items() if not isinstance(each, Answered | BadlyAnswered)}
     if not bad:
         return DeadlineExceeded(
             f"ranks {late} of group {group!r} did not answer {method!r} within {timeout_s:g} s",
@@ -37,6 +39,7 @@ def explained(
     told: dict[str, str] = {}
     cause: BaseException | None = None
     mend = "the group's other ranks have been ended; build a new group"
+    mend += f"; {hint}" if hint else ""
     match first:
         case Raised():
             what, cause = f"rank {rank} of group {group!r} raised {first.summary}", _loaded(first.error)

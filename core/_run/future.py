@@ -1,20 +1,18 @@
-"""A call's result, later; and what becomes of one that is an argument of another call."""
+"""A call's result, later; it may be an argument of another call meanwhile."""
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from core._calls.calls import PerRank
-from core._calls.join import is_remote
-from core._rows.wire import mapped
+from core._rows.table import Deferred, Table
+from core._rows.wire import mapped, table_of
 from core._run.transport import Ticket
-from core.errors import ManymeshError
+from core.errors import BadAnswer, ManymeshError, Refused
 
 
-class Future:
+class Future(Deferred):
     """A call's result, later.
 
     Handed to another group's method as it is, its rows go from workers to workers, dealt anew for that group's mesh.
@@ -24,58 +22,51 @@ class Future:
     def __init__(self, ticket: Ticket | None, finish: Callable[[], Any] | None, value: Any = None) -> None:
         self._ticket, self._finish = ticket, finish
         self._outcome: tuple[bool, Any] | None = None if finish else (True, value)
-        self._fetched: Any = None
+        self._result: Any = None
 
     def done(self) -> bool:
         """Whether the ranks have run it."""
         return self._outcome is not None or (self._ticket is not None and self._ticket.done())
 
     def result(self) -> Any:
-        """Wait for the result. Raises what a blocking call would; a second call gives the same."""
-        if self._fetched is None:
-            value, module = self.unfetched(), sys.modules.get("core._rows.remote")
-            self._fetched = value if module is None else module.fetched(value)
-        return self._fetched
+        """Wait for the result. Raises what a plain call would; a second call gives the same.
+
+        Raises:
+            BadAnswer: also where its rows are gone, since the workers that made them have been ended.
+        """
+        if self._result is None:
+            value = self.settled()
+            try:
+                self._result = mapped(value, lambda item: item.batch() if isinstance(item, Table) else item)
+            except Refused as error:
+                raise BadAnswer.of(error) from error
+        return self._result
 
     def __getitem__(self, key: Any) -> Any:
         """A part of the result: a column of a batch, which alone is fetched; or an item of a tuple or dict, as a Future
         where it is a batch."""
-        item = self.unfetched()[key]
-        rows = sys.modules.get("core._rows.rows")
-        is_batch = is_remote(item) or (rows is not None and rows.is_batch(item))
-        return Future(None, None, item) if is_batch else item
+        item = self.settled()[key]
+        return item if table_of(item) is None else Future(None, None, item)
 
-    def unfetched(self) -> Any:
-        """The result with its batches where they are: core._rows.remote.RemoteRows, where they lie with workers."""
+    def settled(self) -> Any:
+        """The result, in which batches that lie with workers are tables."""
         if self._outcome is None and self._finish is not None:
             try:
                 self._outcome = True, self._finish()
             except ManymeshError as error:
                 self._outcome = False, error
-            # It refers to this future: a circle would keep results until Python looks for such, which is seldom.
+            # `finish` refers to this future: the cycle would keep results until the garbage collector runs.
             self._ticket = self._finish = None
         assert self._outcome is not None
-        ok, value = self._outcome
-        if not ok:
+        is_result, value = self._outcome
+        if not is_result:
             raise value
         return value
 
-
-def resolved(value: Any, where: str, *, remote: bool = False) -> Any:
-    """The value with Futures in it replaced by their results.
-
-    Args:
-        where: the call that needs them; named in the error of one that failed.
-        remote: a batch that lies with other workers stays there.
-    """
-    if isinstance(value, Future):
+    def awaited(self, where: str) -> Any:
         try:
-            rows = value.unfetched()
-            return rows if remote and is_remote(rows) else value.result()
+            return self.settled()
         except ManymeshError as error:
             both = copy.copy(error)
             both.where = f"{error.where}; its result is an argument of {where}"
             raise both from error
-    if isinstance(value, PerRank):
-        return PerRank([resolved(item, where) for item in value.values])
-    return mapped(value, lambda each: resolved(each, where) if isinstance(each, Future | PerRank) else each)

@@ -3,6 +3,7 @@ into outcomes that can travel."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 import socket
@@ -12,24 +13,32 @@ from typing import Any
 
 import attrs
 
-from core._calls.calls import Order, RankCall
-from core._rows.wire import contents, decode, digests, encode
-from core._run.observers import Observers
-from core._run.transport import Answered, Outcome, Raised, RefusedIt
-from core.errors import Refused
+from core._calls.call import Command, RankCall
+from core._rows.stored import StoredPart
+from core._rows.table import Get, PartTable
+from core._rows.wire import contents, decode, digests, encode, mapped
+from core._run.observers import MethodRun, Observer, Observers
+from core._run.transport import Answered, BadlyAnswered, Outcome, Raised, RefusedIt
+from core.errors import BadAnswer, Refused
 from core.worker import WorkerContext, placed
 
 CHECK_READS = "MANYMESH_CHECK_READS"
 
 
 class WorkerHost:
-    """Holds one worker. Its methods return outcomes and never raise, except for what ends a process."""
+    """Holds one worker. Its methods return outcomes and never raise, except for what ends a process.
+
+    Attributes:
+        fetch: gets values of the transport's store by handles; None where it has no store.
+    """
+
+    fetch: Get | None = None
 
     def __init__(self) -> None:
-        self._worker: Any = None
+        self.worker: Any = None
         self.context = WorkerContext()
         self._listener: socket.socket | None = None
-        self.made: Any = None
+        self._build: tuple[type, tuple[Any, ...], dict[str, Any]] | None = None
         self._observers = Observers()
 
     def open_rendezvous(self, address: str) -> int:
@@ -40,15 +49,7 @@ class WorkerHost:
         self._listener.listen(1024)
         return int(self._listener.getsockname()[1])
 
-    @property
-    def worker(self) -> Any:
-        return self._worker
-
-    def fetch(self, handles: Any) -> list[Any]:
-        """Values of the transport's store."""
-        raise NotImplementedError
-
-    def keep(self, value: Any) -> Any:
+    def store(self, value: Any) -> Any:
         """Put a value into the transport's store; its handle."""
         raise NotImplementedError
 
@@ -58,82 +59,134 @@ class WorkerHost:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         context: WorkerContext,
-        observers: tuple[object, ...] = (),
+        observers: tuple[Observer, ...] = (),
         *,
         set_env: bool,
     ) -> Outcome:
-        """Take a place and make the worker there."""
+        """Take a place and construct the worker there."""
         if observers:
-            self.made, self._observers = (cls, args, kwargs), Observers(observers)
+            self._build, self._observers = (cls, args, kwargs), Observers(observers)
         self.context = attrs.evolve(context, listener=self._listener)
         if set_env:
             os.environ.update(self.context.environment())
-
-        def make() -> None:
-            self._worker = cls(*decode(args), **decode(kwargs))
-
-        return self._guarded(make)
+        try:
+            with placed(self.context):
+                self.worker = cls(*decode(args), **decode(kwargs))
+        except Exception as error:
+            return failed(error)
+        return Answered(None)
 
     def route(self, mesh: str) -> Outcome:
         """This rank's (dp rank, whether it is collected) in the worker's mesh."""
+        try:
+            place = self.worker.mesh(mesh)
+            return Answered((place.dp_rank, place.is_collect))
+        except Exception as error:
+            return failed(error)
 
-        def look() -> tuple[int, bool]:
-            found = self._worker.mesh(mesh)
-            return found.dp_rank, found.is_collect
-
-        return self._guarded(look)
-
-    def run(self, order: Order, call: RankCall, answer: bool) -> Outcome:
+    def run(self, command: Command, call: RankCall, answer: bool) -> Outcome:
         """Call the worker's method with private copies of the arguments, or with shared ones if it only reads."""
+        run = _Run(self, command, call, answer)
+        try:
+            with placed(self.context, call.shard):
+                args, kwargs = run.begin()
+                value = getattr(self.worker, command.method)(*args, **kwargs)
+                return run.end(value)
+        except Exception as error:
+            return run.failed(error)
 
-        def go() -> Any:
-            checked = order.reads_only and os.environ.get(CHECK_READS, "0") not in ("", "0")
-            shared = order.reads_only and not checked
-            args = decode(call.args, reads_only=shared, get=self.fetch)
-            kwargs = decode(dict(call.kwargs), reads_only=shared, get=self.fetch)
-            given = contents(args, kwargs) if checked else {}
-            before = digests(given)
-            value = getattr(self._worker, order.method)(*args, **kwargs)
-            if written := [what for what, each in digests(given).items() if before[what] != each]:
-                who = f"rank {self.context.rank} wrote to {', '.join(written)}"
-                raise RuntimeError(f"method {order.method!r} is registered with reads_only=True, but {who}")
-            return value if answer else None
-
-        if not self._observers:
-            return self._guarded(go, call, order.keep)
-        facts: dict[str, Any] = {"host": self, "order": order, "call": call}
-        self._observers.tell("manymesh_before_method", **facts)
-        began = time.perf_counter()
-        outcome = self._guarded(go, call, order.keep)
-        self._observers.tell("manymesh_after_method", outcome=outcome, seconds=time.perf_counter() - began, **facts)
-        return outcome
+    async def run_coroutine(self, command: Command, call: RankCall, answer: bool) -> Outcome:
+        """The same for a coroutine method."""
+        run = _Run(self, command, call, answer)
+        try:
+            with placed(self.context, call.shard):
+                args, kwargs = run.begin()
+                value = getattr(self.worker, command.method)(*args, **kwargs)
+                return run.end(await value if inspect.isawaitable(value) else value)
+        except Exception as error:
+            return run.failed(error)
 
     def shutdown(self) -> Outcome:
-        return self._guarded(lambda: self._worker.shutdown() if hasattr(self._worker, "shutdown") else None)
-
-    def _guarded(self, action: Any, call: RankCall | None = None, keep: bool = False) -> Outcome:
         try:
-            with placed(self.context, call.shard if call else None):
-                value = encode(action())
-            if keep:
-                from core._rows.remote import kept
-
-                value = kept(value, self.context.rank, self.keep)
-            return Answered(value)
-        except Refused as error:
-            if _pickled(error) is None:
-                error.have, error.want = repr(error.have), repr(error.want)
-            if _pickled(error) is None:
-                error = Refused(str(error))
-            return RefusedIt(error.with_traceback(None))
+            with placed(self.context):
+                if hasattr(self.worker, "shutdown"):
+                    self.worker.shutdown()
         except Exception as error:
-            return Raised(
-                summary=f"{type(error).__name__}: {error}",
-                traceback="".join(traceback.format_exception(error)),
-                at=time.time(),
-                error=_pickled(error),
-                collective=_is_collective(error),
-            )
+            return failed(error)
+        return Answered(None)
+
+
+class _Run:
+    """One run of a method: what is done before and after it."""
+
+    def __init__(self, host: WorkerHost, command: Command, call: RankCall, answer: bool) -> None:
+        self._host, self._command, self._call, self._answer = host, command, call, answer
+        self._given: dict[str, Any] = {}
+        self._digests: dict[str, str] = {}
+        self._run: MethodRun | None = None
+        self._began = 0.0
+
+    def begin(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        host, command, call = self._host, self._command, self._call
+        if host._observers and host._build is not None:
+            self._run = MethodRun(host.context, host.worker, host._build, command, call, host.fetch)
+            host._observers.tell("before_method", self._run)
+            self._began = time.perf_counter()
+        checked = command.reads_only and os.environ.get(CHECK_READS, "0") not in ("", "0")
+        shared = command.reads_only and not checked
+        args = decode(call.args, reads_only=shared, get=host.fetch)
+        kwargs = decode(dict(call.kwargs), reads_only=shared, get=host.fetch)
+        if checked:
+            self._given = contents(args, kwargs)
+            self._digests = digests(self._given)
+        return args, kwargs
+
+    def end(self, value: Any) -> Outcome:
+        if changed := [name for name, digest in digests(self._given).items() if self._digests[name] != digest]:
+            who = f"rank {self._host.context.rank} wrote to {', '.join(changed)}"
+            raise RuntimeError(f"method {self._command.method!r} is registered with reads_only=True, but {who}")
+        try:
+            return self._told(Answered(self._sendable(value) if self._answer else None))
+        except Refused as error:  # the method has run, so it is no refusal
+            return self._told(BadlyAnswered(BadAnswer.of(error)))
+
+    def failed(self, error: Exception) -> Outcome:
+        return self._told(failed(error))
+
+    def _sendable(self, value: Any) -> Any:
+        encoded = encode(value)
+        if not self._command.stores:
+            return encoded
+        host = self._host
+
+        def stored(item: Any) -> Any:
+            return StoredPart.of(item, host.context.rank, host.store) if isinstance(item, PartTable) else item  # type: ignore[arg-type]
+
+        return mapped(encoded, stored)
+
+    def _told(self, outcome: Outcome) -> Outcome:
+        if self._run is not None:
+            self._host._observers.tell("after_method", self._run, outcome, time.perf_counter() - self._began)
+        return outcome
+
+
+def failed(error: Exception) -> Outcome:
+    """The outcome of a method that raised."""
+    if isinstance(error, Refused | BadAnswer):
+        kind = Refused if isinstance(error, Refused) else BadAnswer
+        if _pickled(error) is None:
+            error.have, error.want = repr(error.have), repr(error.want)
+        if _pickled(error) is None:
+            error = kind(str(error))
+        error = error.with_traceback(None)
+        return RefusedIt(error) if isinstance(error, Refused) else BadlyAnswered(error)
+    return Raised(
+        summary=f"{type(error).__name__}: {error}",
+        traceback="".join(traceback.format_exception(error)),
+        at=time.time(),
+        error=_pickled(error),
+        collective=_is_collective(error),
+    )
 
 
 def _pickled(error: BaseException) -> bytes | None:
@@ -141,13 +194,13 @@ def _pickled(error: BaseException) -> bytes | None:
     cause, context, trace = error.__cause__, error.__context__, error.__traceback__
     try:
         error.__cause__ = error.__context__ = error.__traceback__ = None
-        made = pickle.dumps(error)
-        pickle.loads(made)
+        data = pickle.dumps(error)
+        pickle.loads(data)
     except Exception:
         return None
     finally:
         error.__cause__, error.__context__, error.__traceback__ = cause, context, trace
-    return made
+    return data
 
 
 _COLLECTIVE_SIGNS = ("gloo", "nccl", "connection closed by peer", "connection reset")

@@ -3,45 +3,90 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pluggy
+import attrs
 
-from core._run import observer_hooks
-from core.hookspecs import PROJECT
+from core._calls.call import Call, Command, RankCall
+from core._run.transport import Outcome
+from core.worker import WorkerContext
+
+
+@attrs.frozen
+class MethodRun:
+    """A method's run in a worker.
+
+    Attributes:
+        context: the worker's place.
+        worker: the worker.
+        build: its class, and what it was constructed with.
+        command: the method and its mesh.
+        call: the arguments, in the form that crosses between processes, and the shard.
+        fetch: gets values of the transport's store by handles.
+    """
+
+    context: WorkerContext
+    worker: Any
+    build: tuple[type, tuple[Any, ...], Mapping[str, Any]]
+    command: Command
+    call: RankCall
+    fetch: Any = attrs.field(default=None, repr=False)
+
+
+class Observer:
+    """Is told of a group's calls, given as `observers=[...]`. A subclass overrides what it wants to hear of.
+
+    The methods are called in the driver; `before_method` and `after_method` in the workers, where the observer comes by
+    pickling. One that raises is logged, once for each method, and hurts neither the call nor the other observers.
+    """
+
+    def before_dispatch(self, call: Call) -> None:
+        """Before a call's arguments are dealt: group, method, mesh and arguments are known."""
+
+    def after_dispatch(self, call: Call, sent: Mapping[int, RankCall], seconds: float) -> None:
+        """The call is on its way. Ranks that share a RankCall get one object.
+
+        Args:
+            seconds: since the call began.
+        """
+
+    def after_collect(
+        self, call: Call, answers: Mapping[int, Any] | None, seconds: float, error: BaseException | None
+    ) -> None:
+        """The answers, by rank and in the form that crosses between processes, have been joined; or the call has failed
+        with `error`."""
+
+    def before_method(self, run: MethodRun) -> None:
+        """In a worker, before a method runs."""
+
+    def after_method(self, run: MethodRun, outcome: Outcome, seconds: float) -> None:
+        """In a worker, after a method has run or raised."""
 
 
 class Observers:
-    """Objects with methods marked `core.hookimpl`, named as the hooks in core.hookspecs.
+    """A group's observers, together."""
 
-    One that raises is logged, once for each hook, and hurts neither the call nor the others.
-    """
-
-    def __init__(self, observers: Sequence[object] = ()) -> None:
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self.all = tuple(observers)
-        self._managers = []
         self._logged: set[tuple[int, str]] = set()
-        for observer in observers:
-            manager = pluggy.PluginManager(PROJECT)
-            manager.add_hookspecs(observer_hooks)
-            manager.register(observer)
-            manager.check_pending()
-            self._managers.append(manager)
 
     def __bool__(self) -> bool:
         return bool(self.all)
 
-    def of_workers(self) -> tuple[object, ...]:
+    def of_workers(self) -> tuple[Observer, ...]:
         """Those that also listen in the workers, and so are sent to them."""
-        hooks = ("manymesh_before_method", "manymesh_after_method")
-        return tuple(each for each in self.all if any(hasattr(each, hook) for hook in hooks))
+        return tuple(each for each in self.all if self._listens(each, "before_method", "after_method"))
 
-    def tell(self, hook: str, **facts: Any) -> None:
-        for number, manager in enumerate(self._managers):
+    @staticmethod
+    def _listens(observer: Observer, *methods: str) -> bool:
+        return any(getattr(type(observer), method) is not getattr(Observer, method) for method in methods)
+
+    def tell(self, method: str, *facts: Any) -> None:
+        for number, observer in enumerate(self.all):
             try:
-                getattr(manager.hook, hook)(**facts)
+                getattr(observer, method)(*facts)
             except Exception:
-                if (number, hook) not in self._logged:
-                    self._logged.add((number, hook))
-                    logging.getLogger(PROJECT).exception("observer %r failed in %s", self.all[number], hook)
+                if (number, method) not in self._logged:
+                    self._logged.add((number, method))
+                    logging.getLogger("manymesh").exception("observer %r failed in %s", observer, method)

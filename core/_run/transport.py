@@ -7,14 +7,21 @@ from typing import Any, Protocol
 
 import attrs
 
-from core._calls.calls import Order, RankCall
+from core._calls.call import Command, RankCall
 from core._run.build import RayClassWithInitArgs
-from core.errors import Refused
+from core.errors import BadAnswer, Refused
 
 
 @attrs.frozen
 class Answered:
-    value: Any  # encoded; None where no answer was asked for
+    value: Any  # encoded; None where no answer was to be sent
+
+
+@attrs.frozen
+class BadlyAnswered:
+    """The method has run, and its answer cannot be sent."""
+
+    error: BadAnswer
 
 
 @attrs.frozen
@@ -40,7 +47,7 @@ class Died:
     exit: str
 
 
-Outcome = Answered | RefusedIt | Raised | Died
+Outcome = Answered | BadlyAnswered | RefusedIt | Raised | Died
 
 
 @attrs.frozen
@@ -61,7 +68,7 @@ class Ticket(Protocol):
     def ranks(self) -> frozenset[int]: ...
     def done(self) -> bool: ...
     def gather(self, timeout_s: float) -> dict[int, Outcome]:
-        """Outcomes by rank: all of them, or what there is soon after the first that is no answer. Ranks that have not
+        """Outcomes by rank: all of them, or what there is soon after the first that failed. Ranks that have not
         answered by the deadline are absent."""
         ...
 
@@ -70,17 +77,16 @@ class Transport(Protocol):
     """Carries calls to workers. The driver's only way to them.
 
     Attributes:
-        keeps: kind of the store in which it can keep batches of answers; "" where it has none. Rows go from the workers
-            of one transport to those of another of the same kind.
+        store: kind of the store in which it can leave batches of answers; "" where it has none.
     """
 
     world_size: int
     identities: list[Identity]
-    keeps: str
+    store: str
 
-    def construct(self, cls_with_args: RayClassWithInitArgs, observers: tuple[object, ...]) -> Ticket: ...
+    def construct(self, build: RayClassWithInitArgs, observers: tuple[Any, ...]) -> Ticket: ...
     def route(self, mesh: str) -> Ticket: ...
-    def run(self, order: Order, calls: Mapping[int, RankCall], answering: frozenset[int]) -> Ticket: ...
+    def run(self, command: Command, calls: Mapping[int, RankCall], answering: frozenset[int]) -> Ticket: ...
     def shutdown(self) -> Ticket: ...
     def end(self) -> None:
         """End all workers' processes now. Can be called twice."""

@@ -6,20 +6,26 @@ torch.distributed; ranks of a larger one cannot meet in a collective.
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import attrs
 
-from core._calls.calls import Order, RankCall
-from core._rows.wire import encode
+from core._calls.call import Command, RankCall
+from core._rows.table import PartTable, Table
+from core._rows.wire import contents, decode, digests, encode, mapped
+from core._run.build import RayClassWithInitArgs
 from core._run.host import WorkerHost
-from core._run.transport import Answered, Identity, Outcome, Raised
-from core.errors import Refused
-from core.group import RayClassWithInitArgs, WorkerGroup
-from core.worker import WorkerContext
+from core._run.observers import MethodRun, Observer
+from core._run.transport import Answered, BadlyAnswered, Identity, Outcome, Raised, RefusedIt
+from core.errors import BadAnswer, Refused
+from core.group import WorkerGroup
+from core.worker import WorkerContext, placed
 
 
 @attrs.frozen
@@ -42,7 +48,7 @@ class _Ended:
 class LocalTransport:
     """Workers in this process, one after the other. After a rank that fails the others are not called."""
 
-    keeps = ""  # batches are in the driver's process anyway
+    store = ""  # batches are in the driver's process anyway
 
     def __init__(self, world_size: int, group: str) -> None:
         self.world_size = world_size
@@ -50,29 +56,43 @@ class LocalTransport:
         self._group = group
         self._hosts = [WorkerHost() for _ in range(world_size)]
 
-    def construct(self, cls_with_args: RayClassWithInitArgs, observers: tuple[object, ...]) -> _Ended:
-        made = cls_with_args
-        args, kwargs = encode(made.args), encode(dict(made.kwargs))
+    def construct(self, build: RayClassWithInitArgs, observers: tuple[Observer, ...]) -> _Ended:
+        args, kwargs = encode(build.args), encode(dict(build.kwargs))
         contexts = [
             WorkerContext(self._group, rank, self.world_size, rank, self.world_size) for rank in range(self.world_size)
         ]
         return self._each(
             range(self.world_size),
             lambda rank: self._hosts[rank].construct(
-                made.cls, _private(args), _private(kwargs), contexts[rank], observers, set_env=False
+                build.cls, _private(args), _private(kwargs), contexts[rank], observers, set_env=False
             ),
         )
 
     def route(self, mesh: str) -> _Ended:
         return self._each(range(self.world_size), lambda rank: self._hosts[rank].route(mesh))
 
-    def run(self, order: Order, calls: Mapping[int, RankCall], answering: frozenset[int]) -> _Ended:
+    def run(self, command: Command, calls: Mapping[int, RankCall], answering: frozenset[int]) -> _Ended:
         def go(rank: int) -> Outcome:
-            call = calls[rank]
-            args, kwargs = _private(encode(call.args)), _private(encode(dict(call.kwargs)))
-            outcome = self._hosts[rank].run(order, RankCall(args, kwargs, call.shard), rank in answering)
-            return Answered(_private(outcome.value)) if isinstance(outcome, Answered) else outcome
+            host, own = self._hosts[rank], private[rank]
+            method = getattr(type(host.worker), command.method, None)
+            if inspect.iscoroutinefunction(method):
+                outcome = _run_to_end(host.run_coroutine(command, own, rank in answering))
+            else:
+                outcome = host.run(command, own, rank in answering)
+            if not isinstance(outcome, Answered):
+                return outcome
+            try:
+                return Answered(_private(outcome.value))
+            except Exception as error:  # copying runs any object's own code
+                return BadlyAnswered(BadAnswer("an answer cannot be sent to the driver", have=_said(error)))
 
+        try:  # all are copied before any runs
+            private = {rank: _private_call(call) for rank, call in calls.items()}
+        except Refused:
+            raise
+        except Exception as error:
+            what = f"the arguments of {command.method!r} cannot be sent to the workers"
+            raise Refused(what, have=_said(error), want="values that can be copied") from error
         return self._each(calls, go)
 
     def shutdown(self) -> _Ended:
@@ -93,16 +113,87 @@ class LocalTransport:
         return _Ended(outcomes)
 
 
+def _here(value: Any) -> Any:
+    """Rows that lie with workers of another group are fetched: these workers have no store to get them from."""
+    return value.batch() if isinstance(value, Table) and not isinstance(value, PartTable) else value
+
+
+def _run_to_end(coroutine: Coroutine[Any, Any, Outcome]) -> Outcome:
+    """Run a coroutine in a thread and loop of its own: the driver may run in a loop itself."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
+
+
+def _private_call(call: RankCall) -> RankCall:
+    return RankCall(_private(encode(call.args, _here)), _private(encode(dict(call.kwargs), _here)), call.shard)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 def _private(encoded: Any) -> Any:
     """What Ray's pickling does between processes: nothing mutable is shared."""
     return copy.deepcopy(encoded)
+
+
+class LoneRank:
+    """One rank by itself, at the place that it had in a group: to run recorded calls again.
+
+    Args:
+        build: the worker's class, and what it is constructed with, in the form that crosses between processes.
+        context: its place. Peers cannot be met.
+
+    Raises:
+        Refused: the constructor needs peers.
+        RuntimeError: it raises.
+    """
+
+    def __init__(self, build: tuple[type, tuple[Any, ...], Mapping[str, Any]], context: WorkerContext) -> None:
+        cls, args, kwargs = build
+        self._host, self._context = WorkerHost(), attrs.evolve(context, master_port=0)
+        _succeeded(self._host.construct(cls, args, dict(kwargs), self._context, set_env=True), "__init__")
+
+    def run(self, command: Command, call: RankCall) -> None:
+        """Run a method, whose answer nobody wants."""
+        _succeeded(self._host.run(command, call, True), command.method)
+
+    def invoke(self, command: Command, call: RankCall, by: Callable[..., Any]) -> Any:
+        """Call a method by `by(method, *args, **kwargs)`, for instance a debugger's; its answer. Raises what it
+        raises."""
+        method = getattr(self._host.worker, command.method)
+        with placed(self._context, call.shard):
+            return by(method, *decode(call.args), **decode(dict(call.kwargs)))
+
+
+def _succeeded(outcome: Outcome, method: str) -> None:
+    if isinstance(outcome, RefusedIt | BadlyAnswered):
+        raise outcome.error
+    if isinstance(outcome, Raised):
+        raise RuntimeError(f"{method!r}, which ran before, raises {outcome.summary}\n{outcome.traceback}")
+
+
+def fetched(run: MethodRun) -> RankCall:
+    """A run's call with the rows in it that lie with other workers."""
+
+    def here(value: Any) -> Any:
+        return (
+            encode(value.batch(run.fetch)) if isinstance(value, Table) and not isinstance(value, PartTable) else value
+        )
+
+    return RankCall(mapped(run.call.args, here), mapped(dict(run.call.kwargs), here), run.call.shard)
+
+
+def answer_digests(answer: Any) -> dict[str, str]:
+    """A digest of an answer, and of each column where it is a batch, in whatever form."""
+    return digests(contents([encode(answer)]))
 
 
 class LocalWorkerGroup(WorkerGroup):
     """A WorkerGroup in this process.
 
     Args:
-        cls_with_args: what to construct on each rank.
+        build: what to construct on each rank.
         world_size: number of ranks, run in turn.
 
     Raises:
@@ -111,14 +202,14 @@ class LocalWorkerGroup(WorkerGroup):
 
     def __init__(
         self,
-        cls_with_args: RayClassWithInitArgs,
+        build: RayClassWithInitArgs,
         world_size: int = 1,
         *,
         name: str | None = None,
         timeout_s: float = 7200.0,
-        observers: Sequence[object] = (),
+        observers: Sequence[Observer] = (),
     ) -> None:
         if world_size < 1:
             raise Refused("a group has at least one rank", have=world_size)
-        transport = LocalTransport(world_size, name or cls_with_args.cls.__name__)
-        super().__init__(transport, cls_with_args, name=name, timeout_s=timeout_s, observers=observers)
+        transport = LocalTransport(world_size, name or build.cls.__name__)
+        super().__init__(transport, build, name=name, timeout_s=timeout_s, observers=observers)

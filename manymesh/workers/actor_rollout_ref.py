@@ -11,12 +11,11 @@ from tensordict import TensorDict
 
 from core.config import structure
 from core.device import choose_device
-from core.dispatch import on_mesh, register
+from core.dispatch import Dispatch, on_mesh, register
 from core.engine import Engine
 from core.errors import ConfigError, Refused, did_you_mean
 from core.loss import LossFn, LossSpec, Metric
 from core.rollout import Rollout
-from manymesh.workers.agreed import AGREED
 from manymesh.workers.rollout import GeneratingWorker, RolloutWorkerConfig
 from manymesh.workers.training import TrainingWorker, TrainingWorkerConfig
 from manymesh.workers.transfer.buckets import whole_tensors
@@ -125,7 +124,7 @@ class ActorRolloutRefWorker(GeneratingWorker, SendsWeights):
         self.weight_version += 1
         return metrics
 
-    @register(AGREED)
+    @register(Dispatch.SAME_ON_ALL)
     def update_weights(self) -> int:
         """Hand the policy's weights to the rollout in the same process; gives their version.
 
@@ -153,7 +152,7 @@ class ActorRolloutRefWorker(GeneratingWorker, SendsWeights):
         """Write the policy's checkpoint. Refused on all ranks when one cannot write."""
         self._actor().save_checkpoint(path, step)
 
-    @register(AGREED)
+    @register(Dispatch.SAME_ON_ALL)
     def load_checkpoint(self, path: str) -> int:
         """Read the policy's checkpoint; gives its step. The rollout has its old weights until update_weights.
 

@@ -12,11 +12,10 @@ from tensordict import TensorDict
 from core.batch import num_rows
 from core.config import structure
 from core.device import choose_device
-from core.dispatch import on_mesh, register
+from core.dispatch import Dispatch, on_mesh, register
 from core.errors import Refused
 from core.registry import Choice, EngineRegistry
 from core.rollout import MemoryTag, Rollout, SamplingParams
-from manymesh.workers.agreed import AGREED
 from manymesh.workers.transfer.link import ReceivesWeights
 
 # What a rollout answers; the table in core/columns.py says more.
@@ -106,7 +105,7 @@ class GeneratingWorker(ReceivesWeights):
         """Take memory again."""
         self.receiving_rollout().resume(tags)
 
-    @register(AGREED)
+    @register(Dispatch.SAME_ON_ALL)
     def receiving_device(self) -> str:
         """Type of the device that the rollout has its weights on."""
         self.receiving_rollout()

@@ -14,13 +14,12 @@ from tensordict import TensorDict, TensorDictBase
 
 from core.batch import columns, flat, is_jagged, nested, num_rows, row_lengths, take, to_jagged, to_padded
 from core.config import structure
-from core.dispatch import on_mesh, register
+from core.dispatch import Dispatch, on_mesh, register
 from core.engine import Engine, MicroResult
 from core.errors import ConfigError, Refused
 from core.loss import LossFn, LossScale, LossSpec, Metric
 from core.registry import Choice, EngineRegistry
 from core.worker import Shard, Worker
-from manymesh.workers.agreed import AGREED
 from manymesh.workers.export import export_directory
 from manymesh.workers.micro_batch import MicroBatchConfig, plan_micro_batches, round_up, widen
 
@@ -155,7 +154,7 @@ class TrainingWorker(Worker):
         """Write a checkpoint. Refused on all ranks when one cannot write; then nothing is left at `path`."""
         self.engine.save_checkpoint(path, step=step)
 
-    @register(AGREED)
+    @register(Dispatch.SAME_ON_ALL)
     def load_checkpoint(self, path: str) -> int:
         """Read a checkpoint, also of another world size; gives its step. Refused, with nothing changed, when it is of
         another model."""

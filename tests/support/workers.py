@@ -46,7 +46,7 @@ class Echo(Worker):
         batch["x"].mul_(2)
         return batch.exclude("y")
 
-    @register(on_mesh("m"), rows_per_input=lambda batch, times: times)
+    @register(on_mesh("m"), rows_per_input="times")
     def repeat(self, batch: Any, times: int) -> Any:
         import torch
 
@@ -54,13 +54,7 @@ class Echo(Worker):
 
         return select(batch, torch.arange(len(batch)).repeat_interleave(times))
 
-    @register(
-        on_mesh("m"),
-        blocking=False,
-        uneven="ragged",
-        num_blocks=lambda batch, num_blocks, times, width: num_blocks,
-        rows_per_input=lambda batch, num_blocks, times, width: times,
-    )
+    @register(on_mesh("m"), blocking=False, uneven="ragged", num_blocks="num_blocks", rows_per_input="times")
     def make_later(self, batch: Any, num_blocks: int = 1, times: int = 1, width: int = 4) -> Any:
         """(the rows, `times` each, with a wide column of x; a metric; the rank)."""
         import torch
@@ -71,7 +65,7 @@ class Echo(Worker):
         rows = select(batch, torch.arange(len(batch)).repeat_interleave(times))
         rows["wide"] = rows["x"].float()[:, None].expand(-1, width).contiguous()
         rows["pid"] = rows["x"] * 0 + os.getpid()
-        return rows, {"sum": Metric(float(rows["x"].sum()))}, self.rank
+        return rows, {"sum": Metric(float(rows["x"].sum()), how="sum")}, self.rank
 
     @register(on_mesh("m"), columns=("x",))
     def only_x(self, batch: Any) -> Any:
@@ -90,7 +84,7 @@ class Echo(Worker):
     def whole(self, batch: Any) -> Any:
         return batch["x"].tolist()
 
-    @register(on_mesh("m"), num_blocks=lambda batch, num_blocks: num_blocks)
+    @register(on_mesh("m"), num_blocks="num_blocks")
     def in_blocks(self, batch: Any, num_blocks: int) -> Any:
         """Row numbers by which block they came in."""
         assert self.shard is not None
@@ -99,12 +93,12 @@ class Echo(Worker):
         batch["row"] = batch["x"].new_tensor(self.shard.row_numbers())
         return batch
 
-    @register(on_mesh("m"), uneven="pad", num_blocks=lambda batch, num_blocks: num_blocks)
+    @register(on_mesh("m"), uneven="pad", num_blocks="num_blocks")
     def padded(self, batch: Any, num_blocks: int = 1) -> Any:
         """Row numbers, and how many rows this rank got."""
         return self._dealt(batch)
 
-    @register(on_mesh("m"), uneven="ragged", num_blocks=lambda batch, num_blocks: num_blocks)
+    @register(on_mesh("m"), uneven="ragged", num_blocks="num_blocks")
     def ragged(self, batch: Any, num_blocks: int = 1) -> Any:
         return self._dealt(batch)
 
@@ -159,6 +153,17 @@ class Echo(Worker):
         from core.batch import take
 
         return take(batch, [(0, len(batch) - 1)])
+
+    @register(on_mesh("m"))
+    def unsendable(self, batch: Any, kind: str) -> Any:
+        import threading
+
+        self.calls += 1
+        return {"sparse": batch["y"].to_sparse(), "lock": threading.Lock()}[kind]
+
+    @register(Dispatch.ALL_TO_ALL)
+    def divided(self, value: Any) -> Any:
+        return value / 2
 
     @register(on_mesh("m"))
     def answer(self, batch: Any, kind: str) -> Any:

@@ -2,83 +2,86 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import inspect
 import os
 import shlex
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
-from ray.exceptions import (
-    GetTimeoutError,
-    NodeDiedError,
-    ObjectLostError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-    WorkerCrashedError,
-)
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from core._calls.calls import Order, RankCall
+from core._calls.call import Command, RankCall
+from core._rows.stored import RowsToFetch, StoredPart
 from core._rows.wire import encode
-from core._run.host import WorkerHost
-from core._run.transport import Answered, Died, Identity, Outcome, Raised, RefusedIt
-from core.errors import DeadlineExceeded
+from core._run.host import WorkerHost, failed
+from core._run.observers import Observer
+from core._run.transport import Identity, Outcome
+from core.errors import DeadlineExceeded, Refused
 from core.group import RayClassWithInitArgs
 from core.transport.ray.order import local_ranks, rank_order
 from core.transport.ray.pickles import Pickled, checked, pickled, unpickled
 from core.transport.ray.pool import RayResourcePool, need_ray
+from core.transport.ray.tickets import RayTicket, sent
 from core.worker import WorkerContext
-
-if TYPE_CHECKING:
-    from core._rows.remote import Kept
-
-# After the first failure: time for the root cause to arrive, where a peer's error was faster.
-SETTLE_S = 0.4
-# After the first refusal: the others must find the same without waiting for anybody.
-REFUSAL_GRACE_S = 10.0
-
-
-class NoAnswer(Exception):
-    """Carries an outcome that is no answer: of an exception Ray tells the driver before the other ranks have ended."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__(outcome)
-        self.outcome = outcome
 
 
 class RayHost(WorkerHost):
     """WorkerHost as an actor: it also says where it runs. Its methods give the bare value of an answer."""
 
-    def fetch(self, handles: Any) -> list[Any]:
-        return fetch(handles)
+    fetch = staticmethod(lambda handles: fetch(handles))
 
-    def keep(self, value: Any) -> Any:
+    def __init__(self) -> None:
+        super().__init__()
+        self._next = 0
+        self._turns: dict[int, asyncio.Future[None]] = {}
+
+    def store(self, value: Any) -> Any:
         return ray.put(value)
 
-    def run_pickled(self, method: str, made: Pickled | None, answer: bool) -> Any:
-        order, call = unpickled(made) if made else (Order(method), RankCall())
-        return _sent(self.run(order, call, answer))
+    def run_pickled(self, method: str, parcel: Pickled | None, answer: bool) -> Any:
+        call = self._unpacked(method, parcel)
+        return sent(self.run(call[0], call[1], answer) if isinstance(call, tuple) else call)
 
-    def construct_from(self, made: tuple[type, Any, Any], context: WorkerContext, observers: tuple[object, ...]) -> Any:
-        cls, args, kwargs = made
-        return _sent(self.construct(cls, args, kwargs, context, observers, set_env=True))
+    async def run_in_turn(self, method: str, parcel: Pickled | None, answer: bool, number: int) -> Any:
+        """The same on an event loop, where Ray begins calls in any order: call `number` begins after number - 1."""
+        if number != self._next:
+            turn = self._turns[number] = asyncio.get_running_loop().create_future()
+            await turn
+        self._next = number + 1
+        if following := self._turns.pop(self._next, None):
+            following.set_result(None)  # resumes it when this call waits for something, or has ended
+        call = self._unpacked(method, parcel)
+        return sent(await self.run_coroutine(call[0], call[1], answer) if isinstance(call, tuple) else call)
+
+    @staticmethod
+    def _unpacked(method: str, parcel: Pickled | None) -> tuple[Command, RankCall] | Outcome:
+        try:
+            call: tuple[Command, RankCall] = unpickled(parcel) if parcel else (Command(method), RankCall())
+        except Exception as error:  # a class or module that this process lacks
+            return failed(error)
+        return call
+
+    def construct_from(
+        self, build: tuple[type, Any, Any], context: WorkerContext, observers: tuple[Observer, ...]
+    ) -> Any:
+        cls, args, kwargs = build
+        return sent(self.construct(cls, args, kwargs, context, observers, set_env=True))
 
     def route_of(self, mesh: str) -> Any:
-        return _sent(self.route(mesh))
+        return sent(self.route(mesh))
 
     def end(self) -> Any:
-        return _sent(self.shutdown())
+        return sent(self.shutdown())
 
-    def cut(self, part: Kept, ranges: Sequence[tuple[int, int]], names: tuple[str, ...]) -> Any:
-        from core._rows.remote import cut
-
-        return cut(part, ranges, names, self.fetch, self.keep)
+    def cut(self, part: StoredPart, ranges: Sequence[tuple[int, int]], names: tuple[str, ...]) -> Any:
+        return part.cut(ranges, names, fetch, self.store)
 
     def identify(self) -> Identity:
         context = ray.get_runtime_context()
@@ -93,66 +96,30 @@ class RayHost(WorkerHost):
         )
 
 
-def host_class(methods: Iterable[str]) -> type[RayHost]:
+def has_coroutines(methods: Mapping[str, Callable[..., Any]]) -> bool:
+    """Whether actors of a worker with these methods have an event loop."""
+    return any(map(inspect.iscoroutinefunction, methods.values()))
+
+
+def host_class(methods: Mapping[str, Callable[..., Any]]) -> type[RayHost]:
     """RayHost with two actor methods for each method of the worker: `ask_x`, and `tell_x` where no answer is wanted.
 
-    A call then needs no argument that says which: each costs some 70 microseconds for each rank.
+    A call then needs no argument that says which: each costs some 70 microseconds for each rank. Where the worker has a
+    coroutine method all of them are coroutines, and calls are numbered.
     """
+    in_turn = has_coroutines(methods)
 
-    def of(method: str, answer: bool) -> Callable[[RayHost, Pickled | None], Any]:
-        def call(self: RayHost, made: Pickled | None = None) -> Any:
-            return self.run_pickled(method, made, answer)
+    def of(method: str, answer: bool) -> Callable[..., Any]:
+        async def coroutine(self: RayHost, parcel: Pickled | None, number: int) -> Any:
+            return await self.run_in_turn(method, parcel, answer, number)
 
-        return call
+        def call(self: RayHost, parcel: Pickled | None = None) -> Any:
+            return self.run_pickled(method, parcel, answer)
 
-    calls = {f"{kind}_{each}": of(each, kind == "ask") for each in methods for kind in ("ask", "tell")}
+        return coroutine if in_turn else call
+
+    calls = {f"{kind}_{name}": of(name, kind == "ask") for name in methods for kind in ("ask", "tell")}
     return type("RayHost", (RayHost,), calls)
-
-
-class RayTicket:
-    """Calls under way on actors."""
-
-    def __init__(self, references: Mapping[int, Any]) -> None:
-        self.ranks = frozenset(references)
-        self._references = dict(references)
-
-    def done(self) -> bool:
-        references = list(self._references.values())
-        ready, _ = ray.wait(references, num_returns=len(references), timeout=0)
-        return len(ready) == len(references)
-
-    def gather(self, timeout_s: float) -> dict[int, Outcome]:
-        began = time.monotonic()
-        with suppress(Exception):  # of whatever kind: below it is looked at rank by rank
-            values = ray.get(list(self._references.values()), timeout=timeout_s)
-            return {rank: Answered(value) for rank, value in zip(self._references, values, strict=True)}
-        return self._gather_each(began + timeout_s)
-
-    def _gather_each(self, deadline: float) -> dict[int, Outcome]:
-        rank_of = {reference: rank for rank, reference in self._references.items()}
-        waiting = list(rank_of)
-        outcomes: dict[int, Outcome] = {}
-        while waiting:
-            left = deadline - time.monotonic()
-            ready, _ = ray.wait(waiting, num_returns=1, timeout=max(left, 0))
-            if not ready:
-                break
-            if len(waiting) > 1:
-                ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
-            for reference in ready:
-                outcome = outcomes[rank_of[reference]] = _outcome(reference)
-                if isinstance(outcome, RefusedIt):
-                    deadline = min(deadline, time.monotonic() + REFUSAL_GRACE_S)
-                elif not isinstance(outcome, Answered):
-                    deadline = min(deadline, time.monotonic() + SETTLE_S)
-            waiting = [reference for reference in waiting if rank_of[reference] not in outcomes]
-        return outcomes
-
-
-def _sent(outcome: Outcome) -> Any:
-    if isinstance(outcome, Answered):
-        return outcome.value
-    raise NoAnswer(outcome)
 
 
 def fetch(handles: Sequence[Any]) -> list[Any]:
@@ -160,34 +127,11 @@ def fetch(handles: Sequence[Any]) -> list[Any]:
     return ray.get(list(handles)) if handles else []
 
 
-def _outcome(reference: Any) -> Outcome:
-    try:
-        return Answered(ray.get(reference))
-    except RayActorError as error:
-        return Died(_how_it_ended(str(error)))
-    except RayTaskError as error:  # outside the host's own guard: arguments or answer could not be (un)pickled
-        cause = error.cause if isinstance(error.cause, BaseException) else None
-        if isinstance(cause, NoAnswer):
-            return cause.outcome
-        return Raised(f"{type(cause or error).__name__}: {cause or error}", str(error), time.time())
-    except (WorkerCrashedError, NodeDiedError, ObjectLostError) as error:
-        return Died(f"{type(error).__name__}: {error}")
-    except Exception as error:  # the driver cannot unpickle what the worker could pickle
-        return Raised(f"the answer could not be read: {type(error).__name__}: {error}", str(error), time.time())
-
-
-def _how_it_ended(text: str) -> str:
-    """The lines of Ray's message that say how the process ended."""
-    lines = [line.strip() for line in text.splitlines()]
-    told = [line for line in lines if "exit" in line.lower() or "died" in line.lower()]
-    return " ".join(told[:3]) or lines[0]
-
-
 class RayTransport:
     """Actors on a pool, in order of rank.
 
     Args:
-        methods: names of the worker's registered methods.
+        methods: the worker's registered methods.
         env: environment variables of the actors' processes.
         python: their interpreter; None for the driver's.
 
@@ -196,13 +140,13 @@ class RayTransport:
         DeadlineExceeded: the actors' processes did not start in time.
     """
 
-    keeps = "ray"
+    store = "ray"
 
     def __init__(
         self,
         pool: RayResourcePool,
         group: str,
-        methods: Iterable[str],
+        methods: Mapping[str, Callable[..., Any]],
         env: Mapping[str, str],
         start_timeout_s: float,
         python: str | None = None,
@@ -210,6 +154,8 @@ class RayTransport:
         self.world_size, self._group = pool.world_size, group
         self._here = ray.get_runtime_context().get_node_id()
         self.ended = False
+        # Of each rank's next call, where the actors have event loops.
+        self._numbers = [0] * pool.world_size if has_coroutines(methods) else None
         placed_groups = pool.placement_groups()
         pool.let_in(self)  # not before there is room: a refused group is no tenant
         actor_class = ray.remote(host_class(methods))
@@ -250,52 +196,48 @@ class RayTransport:
             self.end()
             raise
 
-    def construct(self, cls_with_args: RayClassWithInitArgs, observers: tuple[object, ...]) -> RayTicket:
-        parts = cls_with_args.cls, encode(cls_with_args.args), encode(dict(cls_with_args.kwargs))
-        made = checked("__init__", lambda: ray.put(parts))
+    def construct(self, build: RayClassWithInitArgs, observers: tuple[Observer, ...]) -> RayTicket:
+        parts = build.cls, encode(build.args), encode(dict(build.kwargs))
+        parcel = checked("__init__", lambda: ray.put(parts))
         references = {}
         for rank, (local_rank, local_size) in enumerate(local_ranks(self.identities)):
             context = WorkerContext(
                 self._group, rank, self.world_size, local_rank, local_size, self._address, self._port
             )
-            references[rank] = self._actors[rank].construct_from.remote(made, context, observers)
+            references[rank] = self._actors[rank].construct_from.remote(parcel, context, observers)
         return RayTicket(references)
 
     def route(self, mesh: str) -> RayTicket:
         return RayTicket({rank: actor.route_of.remote(mesh) for rank, actor in enumerate(self._actors)})
 
-    def run(self, order: Order, calls: Mapping[int, RankCall], answering: frozenset[int]) -> RayTicket:
+    def run(self, command: Command, calls: Mapping[int, RankCall], answering: frozenset[int]) -> RayTicket:
         need_ray()
-        shared: dict[int, Any] = {}
+        parcels: dict[int, Any] = {}
         for call in calls.values():
-            if id(call) not in shared:
-                nodes = {self.node(rank) for rank, each in calls.items() if each is call}
+            if id(call) not in parcels:
+                nodes = {self.node(rank) for rank, other in calls.items() if other is call}
                 # All are pickled before any is sent: a call that reached some ranks only would hang them.
-                shared[id(call)] = checked(order.method, functools.partial(self._on_wire, order, call, nodes))
+                parcels[id(call)] = checked(command.method, functools.partial(_parcel, command, call, nodes))
         references = {}
         for rank, call in calls.items():
-            made = shared[id(call)]
+            parcel = parcels[id(call)]
             kind = "ask" if rank in answering else "tell"
-            remote = getattr(self._actors[rank], f"{kind}_{order.method}")
-            references[rank] = remote.remote() if made is None else remote.remote(made)
-        return RayTicket(references)
-
-    def _on_wire(self, order: Order, call: RankCall, nodes: set[str]) -> Any:
-        args, kwargs = encode(call.args), encode(dict(call.kwargs))
-        if "core._rows.remote" in sys.modules:
-            args = tuple(_cut(value, nodes) for value in args)
-            kwargs = {key: _cut(value, nodes) for key, value in kwargs.items()}
-        bare = not args and not kwargs and call.shard is None and order == Order(order.method)
-        return None if bare else pickled((order, RankCall(args, kwargs, call.shard)))
+            remote = getattr(self._actors[rank], f"{kind}_{command.method}")
+            if self._numbers is not None:
+                references[rank] = remote.remote(parcel, self._numbers[rank])
+                self._numbers[rank] += 1
+            else:
+                references[rank] = remote.remote() if parcel is None else remote.remote(parcel)
+        return RayTicket(references, running=True)
 
     def node(self, rank: int) -> str:
         return self.identities[rank].node_id
 
     def fetch(self, handles: Sequence[Any]) -> list[Any]:
-        """Values that this transport's workers have kept."""
+        """Values that this transport's workers have stored."""
         return fetch(handles)
 
-    def cut(self, part: Kept, ranges: Sequence[tuple[int, int]], names: tuple[str, ...]) -> Any:
+    def cut(self, part: StoredPart, ranges: Sequence[tuple[int, int]], names: tuple[str, ...]) -> Any:
         """Let the worker that made a part cut rows of it; a reference to the new part."""
         return self._actors[part.rank].cut.remote(part, ranges, names)
 
@@ -333,19 +275,35 @@ class RayTransport:
         return lines
 
 
-def _cut(value: Any, nodes: set[str]) -> Any:
-    """What is to be fetched, with parts that lie on other nodes cut there: a node fetches whole objects."""
-    from core._rows.remote import Fetch
+def _parcel(command: Command, call: RankCall, nodes: set[str]) -> Any:
+    """A call in the form that crosses, for ranks on these nodes; None for one of which all is said by its name."""
 
-    if not isinstance(value, Fetch):
+    def leaf(value: Any) -> Any:
+        if isinstance(value, RowsToFetch):
+            return _cut(value, nodes)
+        if isinstance(value, ray.ObjectRef):
+            raise Refused(
+                f"an argument of {command.method!r} is a reference to an object in Ray's store",
+                have=repr(value),
+                want="its value, or the Future of another group's method",
+                mend="give ray.get(reference), or what group.method.later(...) gives",
+            )
         return value
-    source = value.source
 
-    def away(part: Kept, ranges: Sequence[tuple[int, int]], names: tuple[str, ...]) -> Any:
+    args, kwargs = encode(call.args, leaf), encode(dict(call.kwargs), leaf)
+    bare = not args and not kwargs and call.shard is None and command == Command(command.method)
+    return None if bare else pickled((command, RankCall(args, kwargs, call.shard)))
+
+
+def _cut(rows: RowsToFetch, nodes: set[str]) -> RowsToFetch:
+    """The rows with parts that lie on other nodes cut there: a node fetches whole objects."""
+    source = rows.source
+
+    def away(part: StoredPart, ranges: Sequence[tuple[int, int]], names: tuple[str, ...]) -> Any:
         whole = sum(stop - start for start, stop in ranges) >= part.num
         return None if whole or nodes == {source.node(part.rank)} else source.cut(part, ranges, names)
 
-    return value.cut_at(away)
+    return rows.cut_at(away)
 
 
 def _gone_within(pids: Sequence[int], timeout_s: float) -> bool:

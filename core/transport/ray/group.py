@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from core._plugins.discovery import check_core
-from core.group import RayClassWithInitArgs, WorkerGroup
+from core.group import Observer, RayClassWithInitArgs, WorkerGroup
 from core.transport.ray.actors import RayTransport
 from core.transport.ray.environment import checked_python
 from core.transport.ray.pool import RayResourcePool, need_ray
@@ -22,7 +22,7 @@ class RayWorkerGroup(WorkerGroup):
         python: interpreter of the environment that the actors run in, on all nodes; None for the driver's own.
         timeout_s: deadline of a call that declares none, seconds.
         start_timeout_s: deadline of start and construction, seconds.
-        observers: are told of every call; see core._run.observers.
+        observers: are told of every call; see Observer.
 
     Raises:
         Refused: the pool cannot be placed, a method has a reserved name, `python` has not the versions that it must
@@ -41,12 +41,12 @@ class RayWorkerGroup(WorkerGroup):
         python: str | None = None,
         timeout_s: float = 7200.0,
         start_timeout_s: float = 300.0,
-        observers: Sequence[object] = (),
+        observers: Sequence[Observer] = (),
     ) -> None:
         need_ray()
         check_core()  # a user's folder named core would be what the workers import
         name = name or ray_cls_with_init.cls.__name__
-        methods = ray_cls_with_init.method_names()
+        methods = ray_cls_with_init.methods()
         python = checked_python(python) if python is not None else None
         transport = RayTransport(resource_pool, name, methods, env or {}, start_timeout_s, python)
         super().__init__(

@@ -12,7 +12,7 @@ import numpy as np
 import ray
 from ray import cloudpickle
 
-from core._calls.calls import Order, RankCall
+from core._calls.call import Command, RankCall
 from core.errors import Refused
 
 # Calls below it are sent with the request: Ray's own limit for that is 100 KiB.
@@ -40,7 +40,7 @@ class _Unpickler(pickle.Unpickler):
         return self.references[number]
 
 
-def pickled(call: tuple[Order, RankCall]) -> Any:
+def pickled(call: tuple[Command, RankCall]) -> Any:
     """A call as (pickle, its arrays, its references), pickled once. A small one travels with the request, a large one
     by the store."""
     buffers: list[PickleBuffer] = []
@@ -54,8 +54,8 @@ def pickled(call: tuple[Order, RankCall]) -> Any:
     return whole if small else ray.put(whole)
 
 
-def unpickled(made: Pickled) -> Any:
-    data, arrays, references = made
+def unpickled(parcel: Pickled) -> Any:
+    data, arrays, references = parcel
     unpickler = _Unpickler(io.BytesIO(data), buffers=arrays)
     unpickler.references = references
     return unpickler.load()

@@ -22,7 +22,6 @@ from tensordict import TensorDict
 
 from core.batch import contiguous, objects, with_metadata
 from core.errors import Refused
-from core.loss import Metric
 from core.manifest import ModelFacts
 from core.rollout import SamplingParams
 from manymesh.recipes.grpo.advantage import group_advantages, spread_over_tokens
@@ -171,14 +170,14 @@ class GrpoTrainer:
             )
             batch["advantages"] = spread_over_tokens(by_row, batch)
         with phase("update"):
-            trained: dict[str, Metric] = group.update_actor(
+            trained: dict[str, float] = group.update_actor(
                 batch, config.algorithm.num_mini_batches, config.algorithm.epochs
             )
         with phase("sync"):
             self.version = group.update_weights()
 
         metrics = reward_metrics(rewards, config.sampling.num_samples) | response_metrics(sampled, scored)
-        metrics |= {f"actor/{name}": metric.value for name, metric in trained.items()}
+        metrics |= {f"actor/{name}": value for name, value in trained.items()}
         metrics |= self._timing(time.perf_counter() - start, metrics)
         stride = config.sampling.num_samples
         samples = [

@@ -16,7 +16,6 @@ from core.registry import Choice, EngineRegistry
 from core.rollout import Rollout
 from core.transfer import WeightTransfer
 from core.worker import Worker
-from manymesh.workers.agreed import AGREED
 from manymesh.workers.transfer.channel import Address, Channel
 from manymesh.workers.transfer.ends import Receipt, ReceivingEnd, SendingEnd
 
@@ -147,7 +146,7 @@ class ReceivesWeights(Worker):
     def receiving_rollout(self) -> Rollout:
         raise NotImplementedError
 
-    @register(AGREED)
+    @register(Dispatch.SAME_ON_ALL)
     def receiving_device(self) -> str:
         """Type of the device that the rollout has its weights on."""
         raise NotImplementedError
@@ -210,7 +209,7 @@ class ReceivesWeights(Worker):
         """Let go of the link. Can be called twice."""
         self._close_receiving()
 
-    @register(AGREED)
+    @register(Dispatch.SAME_ON_ALL)
     def rollout_version(self) -> int | None:
         """The version of the rollout's weights; None where it has no valid ones."""
         return self.receiving_rollout().weight_version

@@ -10,11 +10,11 @@ from typing import Any
 import attrs
 
 from core._rows.shards import Shard, Uneven
-from core.errors import Refused
+from core.errors import Refused, did_you_mean
 from core.mesh import Route
 
-RowsPerInput = int | Callable[..., int] | None
-NumBlocks = int | Callable[..., int]
+RowsPerInput = int | str | Callable[..., int] | None
+NumBlocks = int | str | Callable[..., int]
 
 
 class Execute(Enum):
@@ -26,8 +26,8 @@ class Execute(Enum):
 
 @attrs.frozen(init=False)
 class PerRank:
-    """An argument that differs by rank: `PerRank([a, b, c, d])` gives rank 2 the value c. Lists are never guessed to be
-    that."""
+    """An argument that differs by rank: `PerRank([a, b, c, d])` gives rank 2 the value c. A list is never guessed to be
+    one."""
 
     values: tuple[Any, ...]
 
@@ -47,7 +47,11 @@ class PerRank:
 
 @attrs.frozen(eq=False)
 class RankCall:
-    """What one rank is asked to run. Ranks that get the same arguments share one RankCall, and these travel once."""
+    """What one rank is to run. Ranks that get the same arguments share one RankCall, and these travel once.
+
+    Attributes:
+        shard: the driver's rows that the arguments bring; None where they bring none.
+    """
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = attrs.field(factory=dict)
@@ -55,18 +59,18 @@ class RankCall:
 
 
 @attrs.frozen
-class Order:
+class Command:
     """What all ranks of a call are told alike.
 
     Attributes:
         reads_only: the method may be given memory that others read too.
-        keep: batches of the answers stay with the transport's store (core._rows.remote).
+        stores: batches of the answers stay in the transport's store (core._rows.stored).
     """
 
     method: str
     mesh: str | None = None
     reads_only: bool = False
-    keep: bool = False
+    stores: bool = False
 
 
 @attrs.define
@@ -75,9 +79,11 @@ class Call:
 
     Attributes:
         arguments: the bound signature, without self.
-        route: gives the checked route of a mesh by name.
+        route: the checked route of the mode's mesh; where the mode has none, each rank is a dp rank and is collected.
         shards: the rows of each dp rank, noted by `dispatch` for `collect`; None where no batch was given.
-        per_input: rows of the answer for each row given; None where that isn't known.
+        rows_per_input: rows of the answer for each row given; None where that isn't known.
+        own_weights: the caller's batches had a column `row_weight`.
+        source: the transport, where batches of the answers stay with its workers.
     """
 
     group: str
@@ -85,9 +91,11 @@ class Call:
     method: str
     spec: MethodSpec
     arguments: inspect.BoundArguments
-    route: Callable[[str], Route]
+    route: Route
     shards: tuple[Shard, ...] | None = None
-    per_input: int | None = None
+    rows_per_input: int | None = None
+    own_weights: bool = False
+    source: Any = None
 
     @property
     def where(self) -> str:
@@ -99,14 +107,31 @@ class Call:
         """Rows of the batches given; None where there are none, or they were not dealt."""
         return None if self.shards is None else sum(shard.num_real for shard in self.shards)
 
+    @property
+    def has_filler(self) -> bool:
+        return self.shards is not None and any(shard.has_filler for shard in self.shards)
+
     def setting(self, value: Any) -> Any:
-        """A setting of the spec that may be a function of the method's arguments."""
-        if not callable(value):
+        """A setting of the spec: a number, the name of the method's argument that holds it, or a function of arguments.
+
+        Raises:
+            Refused: the method has no such argument.
+        """
+        if isinstance(value, int | None):
             return value
-        bound = self.arguments.signature.bind(*self.arguments.args, **self.arguments.kwargs)
-        bound.apply_defaults()
-        wanted = inspect.signature(value).parameters  # an override may have arguments that its parent's setting lacks
-        return value(**{name: each for name, each in bound.arguments.items() if name in wanted})
+        arguments = self.arguments.signature.bind(*self.arguments.args, **self.arguments.kwargs)
+        arguments.apply_defaults()
+        values = arguments.arguments
+        if isinstance(value, str):
+            if value not in values:
+                raise Refused(
+                    f"{self.method!r} has no argument {value!r}, which its registration names",
+                    where=self.where,
+                    mend=did_you_mean(value, values),
+                )
+            return values[value]
+        parameters = inspect.signature(value).parameters  # an override may have arguments that its parent's lacks
+        return value(**{name: item for name, item in values.items() if name in parameters})
 
 
 @attrs.frozen
@@ -118,8 +143,9 @@ class DispatchMode:
         collect: from a Call and the answers by rank the driver's result. Gets only the ranks in `answering`.
         answering: the ranks whose answers are sent to the driver; None for all.
         mesh: name of the mesh it routes by, if any.
-        joins_rows: collect gets batches as Rows, whose joining is cheap, and copies them.
-        remote: dispatch and collect also take batches that lie with other workers, as RemoteRows and Kept.
+        joins_rows: batches of the answers are joined by `collect`, so they can also stay with the workers.
+        on_tables: dispatch gets futures and collect gets answers as they are, in the form that crosses between
+            processes. A mode outside of core leaves it False: it gets values.
     """
 
     name: str
@@ -128,7 +154,7 @@ class DispatchMode:
     answering: Callable[[Call], frozenset[int]] | None = None
     mesh: str | None = None
     joins_rows: bool = False
-    remote: bool = False
+    on_tables: bool = False
 
 
 @attrs.frozen
