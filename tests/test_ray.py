@@ -292,7 +292,10 @@ print("PIDS", *[identity.pid for identity in group.identities], flush=True)
 
 @pytest.mark.parametrize(
     ("then", "end"),
-    [("raise RuntimeError", None), ("group.sleep(600).result()", lambda process: process.send_signal(signal.SIGKILL))],
+    [
+        pytest.param("raise RuntimeError", None, marks=pytest.mark.ci),
+        ("group.sleep(600).result()", lambda process: process.send_signal(signal.SIGKILL)),
+    ],
     ids=["exception", "kill -9"],
 )
 def test_nothing_is_left_running_when_the_driver_ends(

@@ -87,6 +87,7 @@ def run(ray_cluster: None, toy_of_two_layers: Path, tmp_path_factory: pytest.Tem
         yield Run(trainer, group, directory, config.model.path)
 
 
+@pytest.mark.ci
 def test_the_run_has_the_metrics_of_fsdp_on_one_rank(run: Run, toy_of_two_layers: Path, tmp_path: Path) -> None:
     engine = {"optimizer": {"lr": 3e-3}}
     config = config_of(toy_of_two_layers, tmp_path / "fsdp", "pool.processes=[1]", f"actor.engine={engine}")
@@ -103,6 +104,7 @@ def test_the_run_has_the_metrics_of_fsdp_on_one_rank(run: Run, toy_of_two_layers
     assert sum(line[REWARD] for line in ours) > 0
 
 
+@pytest.mark.ci
 def test_rows_are_dealt_by_each_mesh_of_its_own(run: Run) -> None:
     actor, rollout = run.group.route("actor"), run.group.route("rollout")
     assert (actor.dp_size, actor.collected) == (1, frozenset({2}))  # the last stage's first rank
@@ -110,6 +112,7 @@ def test_rows_are_dealt_by_each_mesh_of_its_own(run: Run) -> None:
     assert (rollout.dp_size, rollout.collected) == (4, frozenset(range(4)))
 
 
+@pytest.mark.ci
 def test_rollout_and_exported_model_have_the_weights_that_the_trainer_has(run: Run) -> None:
     sampled = run.sample()
     assert sampled["weight_version"].tolist() == [run.trainer.version] * 16
@@ -125,6 +128,7 @@ def test_rollout_and_exported_model_have_the_weights_that_the_trainer_has(run: R
     assert torch.allclose(scored["entropy"].values(), want["entropy"][real], atol=1e-4)
 
 
+@pytest.mark.ci
 def test_the_reference_is_what_the_policy_began_as(run: Run) -> None:
     sampled = run.sample()
     found = run.group.compute_ref_log_prob(sampled)["ref_log_probs"].values()
@@ -134,6 +138,7 @@ def test_the_reference_is_what_the_policy_began_as(run: Run) -> None:
     assert (found - run.group.compute_log_prob(sampled)["old_log_probs"].values()).abs().max() > 1e-2
 
 
+@pytest.mark.ci
 def test_one_row_alone_is_answered_as_it_is_among_others(run: Run) -> None:
     sampled = run.sample()
     among = select(run.group.compute_log_prob(sampled), torch.tensor([5]))
@@ -141,6 +146,7 @@ def test_one_row_alone_is_answered_as_it_is_among_others(run: Run) -> None:
     assert torch.allclose(alone["old_log_probs"].values(), among["old_log_probs"].values(), atol=1e-5)
 
 
+@pytest.mark.ci
 def test_from_a_checkpoint_a_step_is_what_it_was(run: Run) -> None:
     """Weights, optimizer and version come back; so a later step is the one that was trained."""
     path = run.trainer.checkpoints.directory / "step-2" / "actor"

@@ -47,6 +47,7 @@ def metrics_of(config: GrpoConfig, group: WorkerGroup | None = None) -> list[dic
     return [{key: value for key, value in line.items() if not key.startswith(TIME)} for line in lines]
 
 
+@pytest.mark.ci
 def test_a_rollout_in_its_own_pool_samples_and_trains_as_one_in_the_trainers_processes(
     ray_cluster: None, toy: Path, tmp_path: Path
 ) -> None:

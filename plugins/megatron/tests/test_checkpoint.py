@@ -80,13 +80,13 @@ def qwen3(model_dir: Callable[..., str]) -> str:
 
 
 TIED, VALUE = {"tie_word_embeddings": True}, {"value_model": True}
-BASE = [
-    ("qwen3", TIED, "tp2 pp2", "dp4", {}),
+BASE = [("qwen3", TIED, "tp2 pp2", "dp4", {})]
+MORE = [
     ("qwen3_moe", {}, "ep2", "tp2 sp", {}),
     ("qwen3", {}, "tp2, 70 rows", "tp4, 96 rows", {}),
     ("qwen3", VALUE, "pp2", "tp2", {"model_type": "value_model"}),
 ]
-MORE = [
+ALL = [
     ("qwen3", TIED, "pp2 vpp2", "tp2", {"dtype": "bfloat16"}),
     ("qwen2", {}, "dp4", "tp2 pp2", {}),
     ("qwen3", TIED, "tp2 pp2", "pp2 vpp2", {}),
@@ -106,7 +106,8 @@ def cases(of: list[Any], *marks: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("family", "model_options", "before", "after", "options"), [*cases(BASE), *cases(MORE, pytest.mark.slow)]
+    ("family", "model_options", "before", "after", "options"),
+    [*cases(BASE), *cases(MORE, pytest.mark.ci), *cases(ALL, pytest.mark.slow)],
 )
 def test_training_goes_on_as_if_unbroken_at_other_sizes(
     on, saved, tmp_path, family, model_options, before, after, options
@@ -169,7 +170,9 @@ def test_boxes_hold_a_range_of_elements_in_order(shape: list[int], ends: tuple[i
     assert len(found) < 2 * len(shape)
 
 
-@pytest.mark.parametrize(("layout", "after"), [("pp2 vpp2", "float32"), ("tp2 pp2", "bfloat16")])
+@pytest.mark.parametrize(
+    ("layout", "after"), [pytest.param("pp2 vpp2", "float32", marks=pytest.mark.ci), ("tp2 pp2", "bfloat16")]
+)
 def test_an_engine_of_another_dtype_reads_the_fp32_parameters(on, saved, tmp_path, layout, after) -> None:
     model, path, _ = saved("qwen3", layout, TIED, **({"dtype": "bfloat16"} if after == "float32" else {}))
 

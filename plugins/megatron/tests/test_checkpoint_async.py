@@ -52,7 +52,7 @@ def written() -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.ci)])
 def test_a_checkpoint_is_of_the_moment_it_was_asked_for(on, qwen3, tmp_path, dtype) -> None:
     at_once, later = tmp_path / "at-once", tmp_path / "later"
 
@@ -120,7 +120,9 @@ def test_the_next_save_load_or_shutdown_waits_for_a_checkpoint(on, qwen3, tmp_pa
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("told", ["step", "save", "load", "shutdown"])
+@pytest.mark.parametrize(
+    "told", ["step", *(pytest.param(told, marks=pytest.mark.ci) for told in ("save", "load", "shutdown"))]
+)
 def test_what_went_wrong_in_the_background_is_refused_on_all_ranks_at_the_next_occasion(
     on, qwen3, tmp_path, told
 ) -> None:

@@ -9,6 +9,7 @@ class TestMegatron(EngineConformance):
     backend = "megatron"
 
 
+@pytest.mark.ci
 class TestMegatronPipelineParallel(EngineConformance):
     backend = "megatron"
     config = {"pipeline_parallel": 2}  # noqa: RUF012
@@ -22,6 +23,7 @@ class TestMegatronTensorAndPipelineParallel(EngineConformance):
     worlds = (4, 8)
 
 
+@pytest.mark.ci
 class TestMegatronValueModel(EngineConformance):
     backend = "megatron"
     model_type = "value_model"
