@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 
 from core.errors import Refused
 from manymesh_megatron.config import MegatronConfig
+from manymesh_megatron.environment import restore_variables, set_variables
 
 Sizes = tuple[Any, ...]
 _users: weakref.WeakKeyDictionary[Any, Sizes] = weakref.WeakKeyDictionary()  # who uses megatron's globals, and as what
@@ -45,6 +46,7 @@ def open_groups(user: Any, config: MegatronConfig) -> None:
             mend="give actor and reference the same sizes, or put them into groups of their own",
         )
     if used is None:
+        set_variables()
         destroy_groups()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_parallel,
@@ -60,9 +62,10 @@ def open_groups(user: Any, config: MegatronConfig) -> None:
 
 
 def close_groups(user: Any) -> None:
-    """The last user's leaving frees the groups."""
+    """The last user's leaving frees the groups, and puts the environment back."""
     if _users.pop(user, None) is not None and not _users:
         destroy_groups()
+        restore_variables()
 
 
 def destroy_groups() -> None:

@@ -16,6 +16,7 @@ from core.device import choose_device
 from core.errors import Refused
 from manymesh_megatron.config import MegatronConfig
 from manymesh_megatron.cpu_shim import on_cpu
+from manymesh_megatron.environment import set_variables
 from manymesh_megatron.modules import local_block_spec
 
 
@@ -38,8 +39,7 @@ class Runtime:
     @classmethod
     def choose(cls, config: MegatronConfig, device: str | None) -> Runtime:
         """Raises Refused: no such device, or TransformerEngine's layers where it isn't."""
-        # Before CUDA starts: megatron orders a gradient's all-reduce and the next product by one hardware queue.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        set_variables()
         chosen = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
         on_cuda = chosen.type == "cuda"
         have = on_cuda and importlib.util.find_spec("transformer_engine") is not None

@@ -17,6 +17,7 @@ import torch
 from core.loss import LossFn
 from core.manifest import Capability
 from sdk.conformance.base import Subject, absent, offered
+from sdk.conformance.closeness import assert_moved_alike
 from sdk.conformance.suites.engine_base import (
     BATCHES,
     EngineSuite,
@@ -200,7 +201,7 @@ class CheckpointSuite(EngineSuite):
             assert run.step == 2
             assert differing(run.saved, unbroken.saved) == []
             assert run.rates == pytest.approx(unbroken.rates), "the schedule goes on"
-            assert movement_error(run.end, unbroken.end, start) < 1e-3
+            assert_moved_alike(run.end, unbroken.end, start, limit=1e-3)
 
     @offered(Capability.CHECKPOINT)
     def test_training_goes_on_from_a_checkpoint_as_if_unbroken(self, world_size: int) -> None:
@@ -216,7 +217,8 @@ class CheckpointSuite(EngineSuite):
         arguments = (self.model_of_suite(), self.loss(), str(tmp_path / "start"))
         for at, ends in self.on(self.worlds_used()[-1], at_the_start, *arguments):
             assert at == 0
-            assert all(movement_error(end, ends[0], self.plain().start) < 1e-5 for end in ends)
+            for end in ends:
+                assert_moved_alike(end, ends[0], self.plain().start, limit=1e-5)
 
     @offered(Capability.CHECKPOINT, Capability.RESHARD)
     @same_for_every_model_type
@@ -264,7 +266,7 @@ class CheckpointSuite(EngineSuite):
             assert taken == {}, "what was not refused"
             assert answers == ranks[0][0], "all ranks say the same"
             assert changed == []
-            assert movement_error(end, plain.end, plain.start) < 1e-3
+            assert_moved_alike(end, plain.end, plain.start, limit=1e-3)
 
     @offered(Capability.CHECKPOINT)
     @same_for_every_model_type

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +20,8 @@ from core.errors import Refused
 from core.loss import LossFn
 from core.manifest import Capability
 from sdk.conformance.base import Subject, absent, offered
+from sdk.conformance.closeness import assert_close, assert_moved_alike
+from sdk.conformance.process_state import left_behind, process_state, restore
 from sdk.conformance.suites.engine_base import (
     BATCHES,
     EngineSuite,
@@ -34,7 +35,7 @@ from sdk.conformance.suites.engine_base import (
     step,
     weights,
 )
-from sdk.reference import movement_error, scale_of
+from sdk.reference import scale_of
 
 SCHEDULED = OptimizerConfig(lr=1e-2, schedule="cosine", warmup_steps=2, total_steps=6, min_lr_ratio=0.1)
 
@@ -45,14 +46,9 @@ def open_and_close(rank: int, world_size: int, subject: Subject, model: str, los
 
     def around() -> dict[str, Any]:
         groups = dict(dist.distributed_c10d._world.pg_names)
-        return {
-            "process groups": len(groups),
-            "child processes": len(child_processes()),
-            "default dtype": str(torch.get_default_dtype()),
-            "gradients": torch.is_grad_enabled(),
-        }
+        return {"process groups": len(groups), "child processes": len(child_processes())}
 
-    before, environment = around(), dict(os.environ)
+    before, state = around(), process_state()
     engine = subject.build(model=model)
     answers = {"is an Engine": isinstance(engine, Engine), "before initialize": answer_to(engine.optimizer_zero_grad)}
     engine.initialize()
@@ -68,10 +64,9 @@ def open_and_close(rank: int, world_size: int, subject: Subject, model: str, los
     engine.shutdown()
     left: dict[str, Any] = {name: (before[name], value) for name, value in after.items() if value != before[name]}
     left |= {f"{name} after another": (after[name], v) for name, v in around().items() if v != after[name]}
-    now = os.environ
-    if names := sorted(name for name in {*environment, *now} if environment.get(name) != now.get(name)):
-        left["environment"] = names
-    return {"answers": answers, "left": left, "steps": (first, again)}
+    left_in_process = left_behind(state, process_state())
+    restore(state)
+    return {"answers": answers, "left": left, "left in process": left_in_process, "steps": (first, again)}
 
 
 def child_processes() -> list[int]:
@@ -273,7 +268,7 @@ class LifeSuite(EngineSuite):
 
     @same_for_every_model_type
     def test_nothing_is_left_of_an_engine_that_was_shut_down(self, world_size: int) -> None:
-        """No process group, no child process, nothing in the environment."""
+        """No process group and no child process."""
         for each in self.lives(world_size):
             assert each["left"] == {}, "what is left, before and after"
 
@@ -282,6 +277,11 @@ class LifeSuite(EngineSuite):
         for each in self.lives(world_size):
             first, again = each["steps"]
             assert first == pytest.approx(again, rel=1e-5)
+
+    @same_for_every_model_type
+    def test_process_wide_state_is_left_as_it_was(self, world_size: int) -> None:
+        for life in self.lives(world_size):
+            assert life["left in process"] == {}, "state of the process that an engine left behind"
 
     def lives(self, world_size: int) -> list[dict[str, Any]]:
         model = self.model_of_suite()
@@ -295,7 +295,7 @@ class LifeSuite(EngineSuite):
             taken = {name: answer for name, answer in answers.items() if not answer.startswith("refused")}
             assert taken == {}, "requests that were not refused"
             assert without.startswith("refused"), f"a step without gradients: {without}"
-            assert movement_error(end, plain.end, plain.start) < 1e-3, "steps after refusals"
+            assert_moved_alike(end, plain.end, plain.start, limit=1e-3, what="steps after refusals")
 
     @same_for_every_model_type
     @pytest.mark.parametrize(
@@ -318,13 +318,13 @@ class LifeSuite(EngineSuite):
             assert not torch.tensor(each["norm"]).isfinite(), "grad_norm says what was wrong"
             assert each["changed"] == [], "weights that changed"
             assert not each["then skipped"]
-            assert movement_error(each["end"], plain.end, plain.start) < 1e-3, "the next step"
+            assert_moved_alike(each["end"], plain.end, plain.start, limit=1e-3, what="the next step")
 
     @same_for_every_model_type
     def test_evaluations_and_dropped_gradients_do_not_count(self, world_size: int) -> None:
         plain, model = self.plain(), self.model_of_suite()
         for end in self.on(world_size, eval_between, model, self.loss(), self.outputs()):
-            assert movement_error(end, plain.end, plain.start) < 1e-3
+            assert_moved_alike(end, plain.end, plain.start, limit=1e-3)
 
     @same_for_every_model_type
     def test_eval_mode_is_without_dropout_and_training_gives_no_outputs(self) -> None:
@@ -343,7 +343,7 @@ class LifeSuite(EngineSuite):
                 assert second is not None
                 assert plain is not None
                 assert torch.equal(first[name], second[name])
-                torch.testing.assert_close(first[name], plain[name], atol=2e-5, rtol=1e-4)
+                assert_close(first[name], plain[name], atol=2e-5, rtol=1e-4, what=name)
 
     def test_an_engine_that_is_not_trainable_infers_and_refuses_to_train(self) -> None:
         model = self.model_of_suite()
@@ -368,7 +368,7 @@ class LifeSuite(EngineSuite):
         plain, model = self.plain(), self.model_of_suite()
         for changed, end, _ in self.on(world_size, moved, model, self.loss(), self.outputs(), configured):
             assert changed == [], "weights exported from CPU"
-            assert movement_error(end, plain.end, plain.start) < 1e-3
+            assert_moved_alike(end, plain.end, plain.start, limit=1e-3)
 
     @absent(Capability.OFFLOAD)
     def test_moving_to_cpu_is_refused(self) -> None:

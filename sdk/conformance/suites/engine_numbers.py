@@ -14,6 +14,7 @@ from core.errors import Refused
 from core.loss import LossFn
 from core.manifest import Capability
 from sdk.conformance.base import Subject, absent, offered
+from sdk.conformance.closeness import assert_close, assert_moved_alike
 from sdk.conformance.suites.engine_base import (
     BATCHES,
     FULL,
@@ -27,7 +28,7 @@ from sdk.conformance.suites.engine_base import (
     step,
     weights,
 )
-from sdk.reference import PlainTrainer, make_batch, movement_error, scale_of
+from sdk.reference import PlainTrainer, make_batch, scale_of
 
 PACKED: dict[str, Any] = {"packing": True}
 
@@ -107,7 +108,7 @@ class NumbersSuite(EngineSuite):
         for rank in ranks:
             assert rank.norms == pytest.approx(plain.norms, rel=1e-3), "grad_norm is the norm before clipping"
             assert rank.rates == pytest.approx(plain.rates), "lr_scheduler_step gives the rate that the step used"
-            assert movement_error(rank.end, plain.end, plain.start) < 5e-3
+            assert_moved_alike(rank.end, plain.end, plain.start, limit=5e-3)
 
     @offered(Capability.PACKED)
     def test_packed_rows_train_as_padded_ones(self, world_size: int) -> None:
@@ -126,7 +127,7 @@ class NumbersSuite(EngineSuite):
             assert before is not None
             assert after is not None
             for name in self.outputs():
-                torch.testing.assert_close(before[name][1], after[name][1], atol=2e-5, rtol=1e-5)
+                assert_close(before[name][1], after[name][1], atol=2e-5, rtol=1e-5, what=name)
                 assert (before[name][0] - after[name][0]).abs().max() > 1e-2
 
     @offered(Capability.PACKED)
@@ -154,7 +155,7 @@ class NumbersSuite(EngineSuite):
                 assert not with_gradient, "outputs are detached"
                 for name, value in made.items():
                     width = value.shape[1]
-                    torch.testing.assert_close(value, plain[name][rows, :width], atol=2e-5, rtol=1e-4)
+                    assert_close(value, plain[name][rows, :width], atol=2e-5, rtol=1e-4, what=name)
             total[dp_rank] = sum(metrics["loss"] for *_, metrics in parts)
         assert sum(total.values()) == pytest.approx(self.plain().losses[0], rel=1e-4), "an evaluation's loss"
 
@@ -170,7 +171,7 @@ class NumbersSuite(EngineSuite):
             for made, plain in zip(rank, want, strict=True):
                 for name in made or ():
                     assert made is not None
-                    torch.testing.assert_close(made[name], plain[name], atol=2e-5, rtol=1e-4)
+                    assert_close(made[name], plain[name], atol=2e-5, rtol=1e-4, what=name)
 
     def test_filler_rows_change_nothing(self) -> None:
         """Rows of weight zero, one of them without a token."""
@@ -183,7 +184,7 @@ class NumbersSuite(EngineSuite):
         ranks = self.on(world_size, step_once, self.model_of_suite(), filled, self.loss())
         for _, have, made in ranks:
             assert have == pytest.approx(norm, rel=1e-3)
-            assert movement_error(made, end, start) < 1e-3
+            assert_moved_alike(made, end, start, limit=1e-3)
         assert loss
 
     def test_matrices_decay_and_norms_and_biases_do_not(self) -> None:
@@ -197,9 +198,7 @@ class NumbersSuite(EngineSuite):
         for before, after in ranks:
             for name, value in before.items():
                 want = value * (1 - 1e-2 * 0.5) if value.ndim > 1 else value
-                torch.testing.assert_close(
-                    after[name], want, atol=1e-6, rtol=1e-5, msg=f"{name} is not what decay makes of it"
-                )
+                assert_close(after[name], want, atol=1e-6, rtol=1e-5, what=f"{name}, after decay")
 
     # What is compared
 
@@ -218,7 +217,7 @@ class NumbersSuite(EngineSuite):
             for name, value in want.items():
                 assert made[name].dtype == torch.float32
                 assert made[name][empty].eq(0).all(), f"{name} is 0 at position 0 and in padding"
-                torch.testing.assert_close(made[name], value, atol=2e-5, rtol=1e-4)
+                assert_close(made[name], value, atol=2e-5, rtol=1e-4, what=name)
 
     def check_losses(self, ranks: list[Trained]) -> None:
         for number, want in enumerate(self.plain().losses):
@@ -230,7 +229,7 @@ class NumbersSuite(EngineSuite):
         plain = self.plain()
         for rank in ranks:
             assert rank.norms == pytest.approx(plain.norms, rel=1e-3), "norm of the gradient, by step"
-            assert movement_error(rank.end, plain.end, plain.start) < 1e-3
+            assert_moved_alike(rank.end, plain.end, plain.start, limit=1e-3)
 
 
 def decay_once(

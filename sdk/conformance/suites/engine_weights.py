@@ -16,6 +16,7 @@ from core.loss import LossFn
 from core.manifest import Capability
 from manymesh.parts.weights import together
 from sdk.conformance.base import Subject, absent, offered
+from sdk.conformance.closeness import assert_close
 from sdk.conformance.suites.engine_base import (
     BATCHES,
     EngineSuite,
@@ -148,7 +149,7 @@ class WeightsSuite(EngineSuite):
             assert each["stale"] == [], "exported as they were before the step"
             assert each["arrived"] == [], "weights that differ from those sent"
             for name in each["want"] or ():
-                torch.testing.assert_close(each["after"][name], each["want"][name], atol=2e-5, rtol=1e-4)
+                assert_close(each["after"][name], each["want"][name], atol=2e-5, rtol=1e-4, what=name)
                 assert (each["after"][name] - each["before"][name]).abs().max() > 1e-4
 
     def test_training_goes_on_from_loaded_weights(self, world_size: int) -> None:
@@ -184,7 +185,7 @@ class WeightsSuite(EngineSuite):
             assert each["merged moved"], "and with it the merged weights"
             before, after, without = each["outputs"]
             for name in before or ():
-                torch.testing.assert_close(without[name], before[name], atol=2e-5, rtol=1e-4)
+                assert_close(without[name], before[name], atol=2e-5, rtol=1e-4, what=name)
                 assert (after[name] - before[name]).abs().max() > 1e-4
 
     @absent(Capability.ADAPTER)

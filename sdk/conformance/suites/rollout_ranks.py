@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -10,6 +11,7 @@ import torch
 from core.manifest import Capability
 from core.rollout import Rollout, SamplingParams
 from sdk.conformance.base import Conformance, Subject, gate
+from sdk.conformance.process_state import left_behind, process_state, restore
 from sdk.conformance.suites.mesh import MeshSuite
 from sdk.conformance.suites.rollout_base import RolloutSuite, Row, Weights, prompts, rows_of, update
 
@@ -18,17 +20,19 @@ PROMPTS = [[1, 5, 6], [7], [40, 41, 42], [9, 9], [12, 13], [30, 31, 32, 33], [50
 
 @attrs.frozen
 class Generated:
-    """What a rank gave with the first weights and with the second."""
+    """What a rank gave with the first weights and with the second, and what of the process's state it left changed."""
 
     dp_rank: int
     is_collect: bool
     rows: list[list[Row]]
+    left: Mapping[str, str]
 
 
 def generate(
     rank: int, world_size: int, subject: Subject, model: str, second: Weights, sampling: SamplingParams
 ) -> Generated:
     """Each dp rank has a share of PROMPTS."""
+    state = process_state()
     rollout: Rollout = subject.build(model=model)
     rollout.initialize()
     mesh = rollout.mesh
@@ -38,7 +42,9 @@ def generate(
     update(rollout, second, 1)
     rows.append(rows_of(rollout.generate(batch, sampling)))
     rollout.shutdown()
-    return Generated(mesh.dp_rank, mesh.is_collect, rows)
+    left = left_behind(state, process_state())
+    restore(state)
+    return Generated(mesh.dp_rank, mesh.is_collect, rows, left)
 
 
 def serves(suite: type[Conformance]) -> str:
@@ -51,13 +57,28 @@ class RankSuite(RolloutSuite, MeshSuite):
     def model_of_suite(self) -> str:
         return self.models.directory(1)
 
+    def sampling_of_ranks(self) -> SamplingParams:
+        temperature = 0.8 if self.offers(Capability.ROW_SEEDS) else 0.0
+        return self.sampling(num_samples=2, max_new_tokens=8, temperature=temperature, **self.seed(1))
+
+    def ranks(self, world_size: int) -> list[Generated]:
+        """What `generate` gives on every rank, run once."""
+        arguments = self.models.directory(1), self.models.weights(2), self.sampling_of_ranks()
+        return self.once(("ranks", world_size), lambda: self.on(world_size, generate, *arguments))
+
+    def test_process_wide_state_is_left_as_it_was(self, live: Rollout) -> None:
+        """Of a server in this process, beside the one of the other tests: a rank of the kit's may start no process."""
+        if serves(type(self)):
+            arguments = self.models.directory(1), self.models.weights(2), self.sampling_of_ranks()
+            ranks = [generate(0, 1, self.subject(), *arguments)]
+        else:
+            ranks = self.ranks(self.worlds_used()[0])
+        for rank in ranks:
+            assert rank.left == {}, "state of the process that a rollout left behind"
+
     @gate(serves)
     def test_ranks_generate_what_one_does_before_and_after_an_update(self, world_size: int, live: Rollout) -> None:
-        sampling = self.sampling(num_samples=2, max_new_tokens=8, temperature=0.8, **self.seed(1))
-        if not self.offers(Capability.ROW_SEEDS):
-            sampling = attrs.evolve(sampling, temperature=0.0)
-        second = self.models.weights(2)
-        ranks: list[Generated] = self.on(world_size, generate, self.models.directory(1), second, sampling)
+        sampling, second, ranks = self.sampling_of_ranks(), self.models.weights(2), self.ranks(world_size)
         alone = [rows_of(live.generate(prompts(*PROMPTS), sampling))]
         update(live, second, 1)
         alone.append(rows_of(live.generate(prompts(*PROMPTS), sampling)))

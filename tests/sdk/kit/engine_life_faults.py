@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -46,15 +45,6 @@ class LeavesProcess(Fault):
     def initialize(self) -> None:
         super().initialize()  # type: ignore[misc]
         self._child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-
-
-@caught_by("test_nothing_is_left_of_an_engine_that_was_shut_down")
-class SetsEnvironment(Fault):
-    """sets an environment variable"""
-
-    def initialize(self) -> None:
-        super().initialize()  # type: ignore[misc]
-        os.environ["MANYMESH_MUTANT"] = str(len(os.environ.get("MANYMESH_MUTANT", "")))
 
 
 @caught_by("test_an_engine_is_there_between_initialize_and_shutdown")

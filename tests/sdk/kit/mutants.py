@@ -28,6 +28,7 @@ from tests.sdk.kit import (
     rollout_row_faults,
     rollout_serving_faults,
     rollout_weight_faults,
+    state_faults,
 )
 from tests.sdk.kit.faults import Mutant, mutants_in, on_mutant
 
@@ -49,8 +50,10 @@ class Found:
 
     @property
     def caught(self) -> bool:
-        """Whether a test judged it wrong. A rank that crashed is no judgement: the fault may have broken itself."""
-        return any(not why.startswith("RuntimeError") for why in self.failed.values())
+        """Whether a test judged it wrong. A rank that crashed or is gone is no judgement: the fault may have broken
+        itself."""
+        crashes = ("RuntimeError", "BrokenPipeError", "ConnectionResetError")
+        return any(not why.startswith(crashes) for why in self.failed.values())
 
 
 @attrs.frozen
@@ -62,8 +65,8 @@ class Target:
     mutants: tuple[Mutant, ...]
 
 
-ENGINE_FAULTS = (engine_faults, engine_life_faults, manifest_faults)
-ROLLOUT_FAULTS = (rollout_row_faults, rollout_serving_faults, rollout_weight_faults)
+ENGINE_FAULTS = (engine_faults, engine_life_faults, state_faults, manifest_faults)
+ROLLOUT_FAULTS = (rollout_row_faults, rollout_serving_faults, rollout_weight_faults, state_faults)
 TARGETS = {
     "engine": Target(EngineConformance, "fsdp", mutants_in(ENGINE_FAULTS)),
     "rollout": Target(RolloutConformance, "hf", mutants_in(ROLLOUT_FAULTS)),
