@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/reference.md"
+WHOLE_MODULES = ("core.columns", "core.batch", "core.device")  # used as modules: `from core.batch import to_padded`
 SECTIONS = re.compile(r"(Args|Attributes|Returns|Raises|Example|Yields):$")
 INTRO = """\
 # Reference
@@ -33,6 +34,8 @@ def page() -> str:
     parts = [INTRO, "## Core\n"]
     for home, names in core_names().items():
         parts += module(home, names)
+    for home in WHOLE_MODULES:
+        parts += module(home, None)
     parts.append("## Parts\n")
     for file in sorted((ROOT / "manymesh/parts").glob("[a-z]*.py")):
         parts += module(f"manymesh.parts.{file.stem}", None)
@@ -58,6 +61,13 @@ def module(name: str, names: list[str] | None) -> Iterator[str]:
         node.name
         for node in body.body
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+    ]
+    public += [  # `from x import y as y` says that y is offered here
+        alias.name
+        for node in body.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
     ]
     for each in names if names is not None else public:
         home, node = find(name, each)
