@@ -208,7 +208,7 @@ class BareServer:
         os.environ.pop("MANYMESH_SGLANG_SAMPLER", None)
         from manymesh.parts.event_loop import LoopThread
         from manymesh_sglang.http import HttpClient, ServerError
-        from manymesh_sglang.process import LOOPBACK, ServerProcess
+        from manymesh_sglang.server_process import LOOPBACK, ServerProcess
 
         self._model, self._tensors = model, list(_weights(model).items())
         self._process = ServerProcess(_arguments(model), ENVIRONMENT, 0)
@@ -265,7 +265,7 @@ class BareServer:
     def _meet(self) -> None:
         from sglang.srt.utils import init_custom_process_group
 
-        from manymesh_sglang.process import free_port
+        from manymesh_sglang.server_process import free_port
 
         port = free_port(0)
 

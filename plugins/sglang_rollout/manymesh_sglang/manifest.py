@@ -21,7 +21,7 @@ def manymesh_manifests() -> list[Manifest]:
         Manifest(
             kind="rollout",
             name="sglang",
-            factory="manymesh_sglang.rollout:SglangRollout",
+            factory="manymesh_sglang.local_rollout:SglangRollout",
             config="manymesh_sglang.config:SglangRolloutConfig",
             planner="manymesh_sglang.plan:plan",
             capabilities=CAPABILITIES,
@@ -31,7 +31,7 @@ def manymesh_manifests() -> list[Manifest]:
         Manifest(
             kind="rollout",
             name="sglang_server",
-            factory="manymesh_sglang.server:SglangServer",
+            factory="manymesh_sglang.server_rollout:SglangServerRollout",
             config="manymesh_sglang.config:SglangServerConfig",
             planner="manymesh_sglang.plan:server_plan",
             capabilities=CAPABILITIES | {Capability.SERVER},

@@ -234,7 +234,7 @@ class InSharedMemory(_Session):
     """Handles to memory of this host, or of its GPU."""
 
     async def load(self, bucket: Bucket) -> None:
-        from manymesh_sglang.engine import serialized
+        from manymesh_sglang.local_engine import serialized
 
         # The server is no child of multiprocessing's, so that no file descriptors can be passed.
         before = torch.multiprocessing.get_sharing_strategy()

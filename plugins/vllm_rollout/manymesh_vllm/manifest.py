@@ -12,7 +12,7 @@ def manymesh_manifests() -> list[Manifest]:
         Manifest(
             kind="rollout",
             name="vllm",
-            factory="manymesh_vllm.rollout:VllmRollout",
+            factory="manymesh_vllm.local_rollout:VllmRollout",
             config="manymesh_vllm.config:VllmRolloutConfig",
             planner="manymesh_vllm.plan:plan",
             # Not RELEASE: a manifest speaks for all its devices, and vLLM frees nothing on CPU.
@@ -28,7 +28,7 @@ def manymesh_manifests() -> list[Manifest]:
         Manifest(
             kind="rollout",
             name="vllm_server",
-            factory="manymesh_vllm.server:VllmServer",
+            factory="manymesh_vllm.server_rollout:VllmServerRollout",
             config="manymesh_vllm.config:VllmRolloutConfig",
             planner="manymesh_vllm.plan:server_plan",
             capabilities={

@@ -20,8 +20,8 @@ import torch
 from core.errors import DeadlineExceeded, ManymeshError, Refused
 from core.rollout import GenerationDelta, SamplingParams
 from manymesh_sglang.config import SglangServerConfig
-from manymesh_sglang.server import SglangServer
-from manymesh_sglang.serving import HttpEngine
+from manymesh_sglang.server_engine import ServerEngine
+from manymesh_sglang.server_rollout import SglangServerRollout
 from manymesh_sglang.ways import ByCollective, InSharedMemory
 from sdk.conformance.suites.rollout_base import Models, greedy_error, prompts, rows_of, specs, update
 from sdk.conformance.suites.rollout_serving import all_of, begun, tokens_of
@@ -32,26 +32,26 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
 LONG = attrs.evolve(GREEDY, max_new_tokens=400)
 
 
-def made(model: str, **options: Any) -> SglangServer:
+def made(model: str, **options: Any) -> SglangServerRollout:
     small = {"max_num_seqs": 32, "kv_cache_tokens": 4096, "update_timeout_s": 60.0}
-    return SglangServer(SglangServerConfig(model, **(small | options)), device="cpu")
+    return SglangServerRollout(SglangServerConfig(model, **(small | options)), device="cpu")
 
 
 @pytest.fixture(scope="module")
-def server(models: Models) -> Iterator[SglangServer]:
+def server(models: Models) -> Iterator[SglangServerRollout]:
     ready = made(models.directory(1), weights="tensor")
     ready.initialize()
     yield ready
     ready.shutdown()
 
 
-def inside(server: SglangServer) -> HttpEngine:
+def inside(server: SglangServerRollout) -> ServerEngine:
     engine = server._engine
-    assert isinstance(engine, HttpEngine)
+    assert isinstance(engine, ServerEngine)
     return engine
 
 
-def of_another(server: SglangServer, models: Models, **options: Any) -> SglangServer:
+def of_another(server: SglangServerRollout, models: Models, **options: Any) -> SglangServerRollout:
     """A rollout over the same server, which it takes for somebody else's."""
     client = inside(server)._client
     options = {"api_key": client.key, "addresses": (client.address,)} | options
@@ -60,7 +60,7 @@ def of_another(server: SglangServer, models: Models, **options: Any) -> SglangSe
 
 @pytest.mark.parametrize("way", ["tensor", "distributed", "disk"])
 def test_greedy_rows_are_those_of_transformers_before_and_after_three_updates_by_each_way(
-    server: SglangServer, models: Models, way: str, tmp_path: Path
+    server: SglangServerRollout, models: Models, way: str, tmp_path: Path
 ) -> None:
     if way == "tensor":
         update(server, models.weights(1), 0)
@@ -84,14 +84,16 @@ def test_greedy_rows_are_those_of_transformers_before_and_after_three_updates_by
         server.generate(prompts([5]), GREEDY)
 
 
-def test_a_wrong_key_is_refused(server: SglangServer, models: Models) -> None:
+def test_a_wrong_key_is_refused(server: SglangServerRollout, models: Models) -> None:
     with pytest.raises(Refused, match=r"doesn't take the key[\s\S]*api_key"):
         of_another(server, models, api_key="wrong").initialize()
     with pytest.raises(Refused, match="doesn't take the key"):
         of_another(server, models, api_key=None).initialize()
 
 
-def test_weights_of_another_model_are_refused_and_nothing_has_changed(server: SglangServer, models: Models) -> None:
+def test_weights_of_another_model_are_refused_and_nothing_has_changed(
+    server: SglangServerRollout, models: Models
+) -> None:
     update(server, models.weights(1), 7)
     other = models.weights(1, num_layers=1)
     with pytest.raises(Refused, match=r"13 matched, 11 missing|missing \[.*layers\.1\."):
@@ -103,7 +105,7 @@ def test_weights_of_another_model_are_refused_and_nothing_has_changed(server: Sg
 
 @pytest.mark.parametrize("way", [InSharedMemory, ByCollective])
 def test_a_refused_bucket_is_an_error_and_leaves_no_sender_waiting(
-    server: SglangServer, models: Models, way: type
+    server: SglangServerRollout, models: Models, way: type
 ) -> None:
     """SGLang answers success: false, at once, to tensors outside of an update."""
     engine, weights = inside(server), models.weights(2)
@@ -124,7 +126,7 @@ def test_a_refused_bucket_is_an_error_and_leaves_no_sender_waiting(
 
 
 def test_a_failed_bucket_leaves_no_valid_weights_until_all_are_sent_again(
-    server: SglangServer, models: Models, monkeypatch: pytest.MonkeyPatch
+    server: SglangServerRollout, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = models.weights(2)
 
@@ -146,7 +148,7 @@ def test_a_failed_bucket_leaves_no_valid_weights_until_all_are_sent_again(
 
 
 def test_an_update_in_the_midst_of_requests_says_which_weights_sampled_which_tokens(
-    server: SglangServer, models: Models
+    server: SglangServerRollout, models: Models
 ) -> None:
     update(server, models.weights(1), 11)
 
@@ -162,7 +164,7 @@ def test_an_update_in_the_midst_of_requests_says_which_weights_sampled_which_tok
     assert len(tokens_of(deltas)) == 400
 
 
-def test_requests_whose_names_begin_alike_are_aborted_one_by_one(server: SglangServer, models: Models) -> None:
+def test_requests_whose_names_begin_alike_are_aborted_one_by_one(server: SglangServerRollout, models: Models) -> None:
     update(server, models.weights(1), 0)
 
     async def go() -> tuple[list[GenerationDelta], list[GenerationDelta]]:
@@ -176,7 +178,7 @@ def test_requests_whose_names_begin_alike_are_aborted_one_by_one(server: SglangS
     assert (whole[-1].finish_reason, len(tokens_of(whole))) == ("length", 400)
 
 
-def test_a_request_that_waits_for_a_pause_to_end_can_be_aborted(server: SglangServer, models: Models) -> None:
+def test_a_request_that_waits_for_a_pause_to_end_can_be_aborted(server: SglangServerRollout, models: Models) -> None:
     update(server, models.weights(1), 0)
 
     async def go() -> list[GenerationDelta]:
@@ -238,7 +240,7 @@ def test_a_server_does_not_outlive_a_worker_that_is_killed(models: Models) -> No
     """Also one that is still on its way, and whose starting thread has ended."""
     code = (
         "import sys, threading, time\n"
-        "from manymesh_sglang.process import ServerProcess\n"
+        "from manymesh_sglang.server_process import ServerProcess\n"
         f"start = lambda: print(ServerProcess({{'model_path': {models.directory(1)!r}}}, {{}}, 0).pid, flush=True)\n"
         "thread = threading.Thread(target=start); thread.start(); thread.join(); time.sleep(600)"
     )

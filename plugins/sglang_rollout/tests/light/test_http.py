@@ -15,7 +15,7 @@ import torch
 
 from core.errors import DeadlineExceeded, ManymeshError, Refused
 from manymesh_sglang.http import HttpClient, ServerError
-from manymesh_sglang.process import free_port
+from manymesh_sglang.server_process import free_port
 from manymesh_sglang.ways import ByCollective, ByDisk, told
 
 Answer = Callable[[str, Any, dict[str, str]], Any]

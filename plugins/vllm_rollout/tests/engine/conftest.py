@@ -12,7 +12,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import pytest
 
 from manymesh_vllm.config import VllmRolloutConfig
-from manymesh_vllm.rollout import VllmRollout
+from manymesh_vllm.local_rollout import VllmRollout
 from sdk.conformance.suites.rollout_base import Models
 
 Ready = Callable[..., VllmRollout]

@@ -10,7 +10,7 @@ import torch
 from core.errors import Refused
 from core.rollout import SamplingParams
 from manymesh_vllm.config import VllmRolloutConfig
-from manymesh_vllm.rollout import VllmRollout
+from manymesh_vllm.local_rollout import VllmRollout
 from sdk.conformance.suites.rollout_base import Models, Row, Weights, prompts, rows_of, update
 from sdk.conformance.suites.rollout_ranks import close
 

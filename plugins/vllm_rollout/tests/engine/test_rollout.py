@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from core.errors import ManymeshError, Refused
 from core.rollout import LogProbKind, SamplingParams
 from manymesh_vllm.config import VllmRolloutConfig
-from manymesh_vllm.rollout import VllmRollout
+from manymesh_vllm.local_rollout import VllmRollout
 from sdk.conformance.suites.rollout_base import (
     Models,
     Weights,

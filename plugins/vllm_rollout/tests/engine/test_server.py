@@ -11,7 +11,7 @@ import pytest
 from core.errors import Refused
 from core.rollout import GenerationDelta, SamplingParams
 from manymesh_vllm.config import VllmRolloutConfig
-from manymesh_vllm.server import VllmServer
+from manymesh_vllm.server_rollout import VllmServerRollout
 from sdk.conformance.suites.rollout_base import Models, chosen_error, prompts, specs, update
 from sdk.conformance.suites.rollout_serving import all_of, begun, log_probs_in, tokens_of
 
@@ -21,15 +21,15 @@ LONG = SamplingParams(temperature=0.0, max_new_tokens=400, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def server(models: Models) -> Iterator[VllmServer]:
+def server(models: Models) -> Iterator[VllmServerRollout]:
     config = VllmRolloutConfig(models.directory(1), max_num_seqs=32, max_num_batched_tokens=2048, kv_cache_mb=64)
-    ready = VllmServer(config, device="cpu")
+    ready = VllmServerRollout(config, device="cpu")
     ready.initialize()
     yield ready
     ready.shutdown()
 
 
-def test_an_abort_passes_over_a_request_that_has_ended_unread(server: VllmServer) -> None:
+def test_an_abort_passes_over_a_request_that_has_ended_unread(server: VllmServerRollout) -> None:
     async def go() -> None:
         stream = server.submit([40, 41], attrs.evolve(LONG, max_new_tokens=20))
         await anext(stream)
@@ -40,7 +40,7 @@ def test_an_abort_passes_over_a_request_that_has_ended_unread(server: VllmServer
     asyncio.run(go())
 
 
-def test_a_stream_that_is_closed_ends_its_request(server: VllmServer) -> None:
+def test_a_stream_that_is_closed_ends_its_request(server: VllmServerRollout) -> None:
     async def go() -> int:
         stream = server.submit([9], LONG)
         await begun(stream, 1)
@@ -52,7 +52,7 @@ def test_a_stream_that_is_closed_ends_its_request(server: VllmServer) -> None:
 
 
 def test_an_update_of_which_nothing_came_leaves_requests_as_they_were_and_one_in_part_ends_them(
-    server: VllmServer, models: Models
+    server: VllmServerRollout, models: Models
 ) -> None:
     update(server, models.weights(1), 3)
     weights = models.weights(2)
@@ -80,7 +80,7 @@ def test_an_update_of_which_nothing_came_leaves_requests_as_they_were_and_one_in
     assert out["weight_version"].tolist() == [5]
 
 
-def test_what_it_cannot_do_is_refused(server: VllmServer) -> None:
+def test_what_it_cannot_do_is_refused(server: VllmServerRollout) -> None:
     with pytest.raises(Refused, match="so low a temperature"):
         server.submit([5], SamplingParams(temperature=0.001))
     asyncio.run(server.pause("keep"))

@@ -15,8 +15,8 @@ from core.errors import DeadlineExceeded, ManymeshError, Refused
 from core.rollout import GenerationDelta, PauseMode
 from manymesh.parts.event_loop import LoopThread
 from manymesh_sglang.http import HttpClient, ServerError
-from manymesh_sglang.process import ServerProcess
 from manymesh_sglang.sampling import PROBE, Answer, check_probe
+from manymesh_sglang.server_process import ServerProcess
 from manymesh_sglang.ways import Bucket, Way, told
 
 POLL_S = 0.05
@@ -60,7 +60,7 @@ class Running:
     task: asyncio.Task[None] | None = None
 
 
-class HttpEngine:
+class ServerEngine:
     """manymesh.parts.served_rollout.ServedEngine over a server.
 
     Args:

@@ -21,14 +21,14 @@ from manymesh_sglang.arguments import SPARE, arguments, cannot_run, environment
 from manymesh_sglang.config import SglangServerConfig
 from manymesh_sglang.http import HttpClient
 from manymesh_sglang.plan import server_plan
-from manymesh_sglang.process import LOOPBACK, ServerProcess
 from manymesh_sglang.requests import Asking, may_release
 from manymesh_sglang.sampling import is_certain
-from manymesh_sglang.serving import HttpEngine, Request
+from manymesh_sglang.server_engine import Request, ServerEngine
+from manymesh_sglang.server_process import LOOPBACK, ServerProcess
 from manymesh_sglang.ways import ByCollective, ByDisk, InSharedMemory, Way
 
 
-class SglangServer(ServedRollout):
+class SglangServerRollout(ServedRollout):
     """`core.rollout.RolloutServer` over SGLang: each rank has a replica, a server that ends with its own process, or
     one of `config.addresses`, which is neither started nor ended.
 
@@ -56,7 +56,7 @@ class SglangServer(ServedRollout):
         asking = Asking.of(self._config, facts)
         process = None if self._config.addresses else self._process(facts, asking)
         client = self._client(process)
-        engine = HttpEngine(client, process, self._way(client, process), self._config.update_timeout_s)
+        engine = ServerEngine(client, process, self._way(client, process), self._config.update_timeout_s)
         try:
             info = engine.call(engine.ready(self._config.start_timeout_s))
             self._asking = self._fitted(asking, info, client)

@@ -29,10 +29,10 @@ from manymesh_vllm import sampling as asked
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.memory import SleepingMemory
 from manymesh_vllm.plan import server_plan
-from manymesh_vllm.serving import AsyncEngine, Request
+from manymesh_vllm.server_engine import Request, ServerEngine
 
 
-class VllmServer(ServedRollout):
+class VllmServerRollout(ServedRollout):
     """`core.rollout.RolloutServer` over vLLM: each rank has a replica, an engine in processes that end with its own.
 
     See `ServedRollout` for versions, pauses and updates. Temperatures below 0.01 are refused.
@@ -49,7 +49,7 @@ class VllmServer(ServedRollout):
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if in_world else (0, 1)
         planned = server_plan(config, world_size, None)
         super().__init__(RankMesh(planned.layouts["dense"], rank, planned.route))
-        self._vllm: AsyncEngine | None = None
+        self._vllm: ServerEngine | None = None
         self._memory: SleepingMemory | None = None
         self._eos: tuple[int, ...] = ()
         self._has_tokenizer = False
@@ -58,7 +58,7 @@ class VllmServer(ServedRollout):
         facts, expected = read_checkpoint(self._config.model)
         self._eos = eos_ids(facts.path)
         self._has_tokenizer = has_tokenizer(facts.path)
-        engine = AsyncEngine(self._config, facts, self._device, has_tokenizer=self._has_tokenizer)
+        engine = ServerEngine(self._config, facts, self._device, has_tokenizer=self._has_tokenizer)
         can_sleep = self._config.sleep_mode and self._device.type == "cuda"
         self._vllm, self._memory = engine, SleepingMemory(_Sleeper(engine), can_sleep=can_sleep)
         return engine, expected
@@ -121,7 +121,7 @@ class VllmServer(ServedRollout):
 class _Sleeper:
     """What SleepingMemory asks of vLLM's LLM."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: ServerEngine) -> None:
         self._engine = engine
 
     def sleep(self, level: int) -> None:

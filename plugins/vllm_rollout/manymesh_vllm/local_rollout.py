@@ -36,7 +36,7 @@ from manymesh.parts.row_seeds import row_keys
 from manymesh.parts.weights import check_specs
 from manymesh_vllm import sampling as asked
 from manymesh_vllm.config import VllmRolloutConfig
-from manymesh_vllm.engine import LocalEngine
+from manymesh_vllm.local_engine import LocalEngine
 from manymesh_vllm.memory import SleepingMemory
 from manymesh_vllm.plan import TP, plan
 from manymesh_vllm.weights import WeightUpdate

@@ -28,8 +28,8 @@ from manymesh.parts.served_rollout import Bucket
 from manymesh.parts.served_rows import by_version
 from manymesh_vllm import sampling as asked
 from manymesh_vllm.config import VllmRolloutConfig
-from manymesh_vllm.engine import arguments, cannot_run, check_platform, environment_of
 from manymesh_vllm.engine_process import KIND, OWNER, ServerExtension
+from manymesh_vllm.local_engine import arguments, cannot_run, check_platform, environment_of
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -69,7 +69,7 @@ class Request:
         return cls(request_id, tuple(prompt_ids), parameters, asked.is_certain(sampling))
 
 
-class AsyncEngine:
+class ServerEngine:
     """`ServedEngine` over vLLM's AsyncLLM, whose process ends with this one, however that ends.
 
     Coroutines of this class run on its own loop: `call` waits for one from any thread, `there` awaits one on any loop.
@@ -227,10 +227,10 @@ class AsyncEngine:
         return False
 
     async def release(self, tags: Sequence[str]) -> None:
-        raise NotImplementedError("VllmServer.release does it")
+        raise NotImplementedError("VllmServerRollout.release does it")
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
-        raise NotImplementedError("VllmServer.resume does it")
+        raise NotImplementedError("VllmServerRollout.resume does it")
 
     async def check_health(self) -> None:
         try:

@@ -20,7 +20,7 @@ from manymesh.parts.rollout_checks import check_tags, no_update, not_initialized
 from manymesh.parts.rollout_rows import Prompts, Responses
 from manymesh.parts.weights import Announced, check_specs
 from manymesh_sglang.config import SglangRolloutConfig
-from manymesh_sglang.engine import LocalEngine
+from manymesh_sglang.local_engine import LocalEngine
 from manymesh_sglang.plan import plan
 from manymesh_sglang.requests import Asking, may_release
 from manymesh_sglang.sampling import Answer, is_certain
