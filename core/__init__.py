@@ -54,6 +54,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors; at run time 
     from core.registry import EngineRegistry as EngineRegistry
     from core.rollout import GenerationDelta as GenerationDelta
     from core.rollout import LogProbKind as LogProbKind
+    from core.rollout import ReleasingRollout as ReleasingRollout
     from core.rollout import Rollout as Rollout
     from core.rollout import RolloutServer as RolloutServer
     from core.rollout import SamplingParams as SamplingParams
@@ -76,7 +77,7 @@ _HOMES = {
     "core.config": "EngineConfig OptimizerConfig RolloutConfig structure",
     "core.loss": "LossFn LossScale LossSpec Metric",
     "core.engine": "Engine MicroResult StepInfo WeightSpec",
-    "core.rollout": "GenerationDelta LogProbKind Rollout RolloutServer SamplingParams",
+    "core.rollout": "GenerationDelta LogProbKind ReleasingRollout Rollout RolloutServer SamplingParams",
     "core.transfer": "TransferRound WeightTransfer",
     "core.registry": "EngineRegistry",
     "core.dispatch": (

@@ -26,7 +26,7 @@ class Capability(StrEnum):
     ADAPTER = "adapter"  # weight_specs and export_weights of an adapter only, adapter_disabled
     PACKED = "packed"  # runs rows without padding between them
     ROW_SEEDS = "row_seeds"  # sample j of row i draws from (seed, i, j), whatever the dp size
-    RELEASE = "release"  # Rollout.release and resume free memory
+    RELEASE = "release"  # ReleasingRollout: release and resume free memory, on every device
     SERVER = "server"  # RolloutServer: submit, abort, pause
     LOG_PROBS_RAW = "log_probs_raw"
     LOG_PROBS_TEMPERATURE = "log_probs_temperature"

@@ -1,4 +1,4 @@
-"""The contract of generating backends: Rollout, RolloutServer, and how to sample."""
+"""The contract of generating backends: Rollout, ReleasingRollout, RolloutServer, and how to sample."""
 
 from __future__ import annotations
 
@@ -81,9 +81,6 @@ class Rollout(Protocol):
         """
         ...
 
-    def release(self, tags: Sequence[MemoryTag]) -> None: ...
-    def resume(self, tags: Sequence[MemoryTag]) -> None: ...
-
     def begin_weight_update(self, specs: Sequence[WeightSpec], version: int) -> None:
         """Check every name, shape and dtype against the model before anything changes: Refused lists matched, missing
         and unexpected. From here until finish, weight_version is None."""
@@ -98,11 +95,35 @@ class Rollout(Protocol):
         ...
 
     def abort_weight_update(self) -> None:
-        """weight_version stays None unless the update was fully staged. Where nothing was loaded yet, the version of
-        the weights before it may come back."""
+        """Forget the update. The version before it comes back where its weights are whole: nothing was loaded yet, or
+        what was loaded is kept apart from them. Else weight_version stays None. Without an update, nothing happens."""
         ...
 
     def shutdown(self) -> None: ...
+
+
+@runtime_checkable
+class ReleasingRollout(Rollout, Protocol):
+    """A rollout that gives memory back to its device while others need it (Capability.RELEASE). A rollout that does not
+    offer this does not have the methods."""
+
+    def release(self, tags: Sequence[MemoryTag]) -> None:
+        """Free memory. Weights are dropped, and an update under way is forgotten with them: weight_version is None
+        until they are resumed and a whole update was loaded. Without a KV cache nothing is generated.
+
+        Raises:
+            Refused: an unknown tag, or this rollout can free nothing on its device or with its options.
+        """
+        ...
+
+    def resume(self, tags: Sequence[MemoryTag]) -> None:
+        """Take memory again; what is not released stays as it is. Resume the weights first and the KV cache after the
+        update.
+
+        Raises:
+            Refused: an unknown tag.
+        """
+        ...
 
 
 @attrs.frozen

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from core.errors import Refused
 from core.manifest import ModelFacts
 from manymesh.parts.saved_form import saved_form
-from manymesh.parts.weights import some
+from manymesh.parts.weight_names import some
 
 
 def expected_tensors(model: str) -> dict[str, torch.Tensor]:

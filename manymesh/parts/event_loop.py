@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+class _End:
+    """Behind a generator's last value."""
+
+
+_END = _End()
 
 
 class LoopThread:
@@ -25,6 +32,21 @@ class LoopThread:
     async def there(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run it there and await it, on any loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    def follow(self, values: AsyncGenerator[T]) -> AsyncIterator[T]:
+        """The generator's values, for any loop; it runs on this one. Closing the stream closes the generator."""
+
+        async def following() -> T | _End:
+            return await anext(values, _END)
+
+        async def each() -> AsyncIterator[T]:
+            try:
+                while not isinstance(value := await self.there(following()), _End):
+                    yield value
+            finally:
+                await self.there(values.aclose())
+
+        return each()
 
     def end(self) -> None:
         """Cancel what runs there, and end the thread."""

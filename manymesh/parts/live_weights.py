@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 from core.engine import WeightSpec
 from core.errors import Refused
 from manymesh.parts.saved_form import saved_form
-from manymesh.parts.weights import Announced, checked, some, together
+from manymesh.parts.weight_names import some
+from manymesh.parts.weights import Announced, checked, together
 
 
 class _KeepViews(TorchFunctionMode):
@@ -92,6 +93,12 @@ class WeightTable:
             for name, tensor in checked(stream, {spec.name: spec.shape for spec in self.specs()}):
                 self.target(name).copy_(tensor)
 
+    def copy(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Copy tensors into the model, which may be reused after return."""
+        with torch.no_grad():
+            for name, tensor in bucket:
+                self.target(name).copy_(tensor)
+
     def _check(self) -> None:
         if self._computed:
             raise Refused(
@@ -106,30 +113,6 @@ class WeightTable:
         slot = self._slots[name]
         view = slot.view
         return self._live[slot.owner].detach().as_strided(view.shape, view.stride(), view.storage_offset())
-
-
-class WeightUpdate:
-    """One pass of all weights into the model's own memory, in buckets of any order."""
-
-    def __init__(self, table: WeightTable, specs: Sequence[WeightSpec], version: int) -> None:
-        self.version = version
-        self._table, self._announced = table, table.announced(specs)
-
-    def load(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Copy the bucket's tensors in.
-
-        Raises:
-            Refused: as Announced.check. None of the bucket is copied then.
-        """
-        self._announced.check(bucket)
-        with torch.no_grad():
-            for name, tensor in bucket:
-                self._table.target(name).copy_(tensor)
-        self._announced.came(bucket)
-
-    def check_complete(self) -> None:
-        """Raises Refused with the names that have not come."""
-        self._announced.check_complete()
 
 
 def drop(model: torch.nn.Module) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:

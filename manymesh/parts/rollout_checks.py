@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from core.errors import Refused
-from core.rollout import SamplingParams
+from core.rollout import MemoryTag, ReleasingRollout, Rollout, SamplingParams
 
 TAGS = ("weights", "kv_cache")
 
@@ -44,6 +44,23 @@ def check_tags(tags: Iterable[str]) -> None:
     unknown = sorted(set(tags) - set(TAGS))
     if unknown:
         raise Refused("unknown memory tags", have=unknown, want=f"some of {TAGS}")
+
+
+def releasing(rollout: Rollout) -> ReleasingRollout:
+    """The rollout, as one that gives memory back. Raises Refused where it doesn't offer that."""
+    if not isinstance(rollout, ReleasingRollout):
+        raise Refused(
+            "this rollout cannot give its memory back",
+            have=f"{type(rollout).__name__} without release and resume",
+            mend="turn release_after_generate off, or choose a rollout with the capability release",
+        )
+    return rollout
+
+
+def resume_memory(rollout: Rollout, tags: Sequence[MemoryTag]) -> None:
+    """Take memory again that was released. A rollout that never gives it back has it."""
+    if isinstance(rollout, ReleasingRollout):
+        rollout.resume(tags)
 
 
 def not_initialized() -> Refused:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from core.engine import WeightSpec
 from core.errors import Refused
+from manymesh.parts.weight_names import some
 
 FUSED_BY_ROLLOUTS = (
     (re.compile(r"\.(?:q|k|v)_proj\."), ".qkv_proj."),
@@ -103,22 +104,27 @@ def _difference(spec: WeightSpec, expected: torch.Tensor) -> str:
 
 
 class Announced:
-    """The tensors of one update that are still to come, in buckets of any order."""
+    """The tensors that an update will bring, in buckets of any order.
+
+    Raises:
+        Refused: as check_specs.
+    """
 
     def __init__(self, specs: Sequence[WeightSpec], expected: Mapping[str, torch.Tensor]) -> None:
-        """Raises Refused as check_specs."""
         check_specs(specs, expected)
-        self._left = {spec.name: spec for spec in specs}
+        self.specs = tuple(specs)
+        self._shapes = {spec.name: tuple(spec.shape) for spec in specs}
         self._expected = expected
 
-    def check(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Raises Refused where a tensor was not announced, came before, or is not as announced."""
+    def check(self, bucket: Sequence[tuple[str, torch.Tensor]], missing: Container[str]) -> None:
+        """Raises Refused where a tensor was not announced, came before (is not among `missing`), or is not as
+        announced."""
         counts = Counter(name for name, _ in bucket)
-        strangers = [name for name, count in counts.items() if count > 1 or name not in self._left]
+        strangers = [name for name, count in counts.items() if count > 1 or name not in missing]
         wrong = strangers or [
-            f"{name} is {tuple(tensor.shape)} {tensor.dtype}, announced as {self._left[name].shape}"
+            f"{name} is {tuple(tensor.shape)} {tensor.dtype}, announced as {self._shapes[name]}"
             for name, tensor in bucket
-            if tuple(tensor.shape) != tuple(self._left[name].shape)
+            if tuple(tensor.shape) != self._shapes[name]
             or tensor.is_floating_point() != self._expected[name].is_floating_point()
         ]
         if wrong:
@@ -127,24 +133,3 @@ class Announced:
                 have=some(wrong),
                 mend="begin a new update and send all weights again",
             )
-
-    def came(self, bucket: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """The bucket is loaded."""
-        for name, _ in bucket:
-            del self._left[name]
-
-    def check_complete(self) -> None:
-        """Raises Refused with the names that have not come."""
-        if self._left:
-            raise Refused(
-                f"{len(self._left)} of the weights announced have not come",
-                have=f"missing {some(self._left)}",
-                mend="load the rest and finish again, or begin a new update",
-            )
-
-
-def some(names: Iterable[str], limit: int = 20) -> str:
-    """The first names of a long list, and how many more there are."""
-    listed = list(names)
-    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return f"[{', '.join(listed[:limit])}]{more}"

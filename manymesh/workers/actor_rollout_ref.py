@@ -16,6 +16,7 @@ from core.engine import Engine
 from core.errors import ConfigError, Refused, did_you_mean
 from core.loss import LossFn, LossSpec, Metric
 from core.rollout import Rollout
+from manymesh.parts.rollout_checks import resume_memory
 from manymesh.workers.rollout import GeneratingWorker, RolloutWorkerConfig
 from manymesh.workers.training import TrainingWorker, TrainingWorkerConfig
 from manymesh.workers.transfer.buckets import whole_tensors
@@ -133,7 +134,7 @@ class ActorRolloutRefWorker(GeneratingWorker, SendsWeights):
         """
         actor, rollout = self._actor(), self.receiving_rollout()
         bucket_bytes = (self.config.rollout.bucket_mb if self.config.rollout else 256) << 20
-        rollout.resume(["weights"])
+        resume_memory(rollout, ["weights"])
         with actor.engine.eval_mode():
             specs = actor.engine.weight_specs()
             rollout.begin_weight_update(specs, self.weight_version)
@@ -144,7 +145,7 @@ class ActorRolloutRefWorker(GeneratingWorker, SendsWeights):
             except BaseException:
                 rollout.abort_weight_update()
                 raise
-        rollout.resume(["kv_cache"])
+        resume_memory(rollout, ["kv_cache"])
         return self.weight_version
 
     @register()

@@ -16,6 +16,8 @@ from core.dispatch import Dispatch, on_mesh, register
 from core.errors import Refused
 from core.registry import Choice, EngineRegistry
 from core.rollout import MemoryTag, Rollout, SamplingParams
+from manymesh.parts.rollout_checks import releasing
+from manymesh.parts.weight_state import RELEASE_ORDER, RESUME_ORDER
 from manymesh.workers.transfer.link import ReceivesWeights
 
 # What a rollout answers; the table in core/columns.py says more.
@@ -57,6 +59,8 @@ class GeneratingWorker(ReceivesWeights):
         )
         self.rollout, self.rollout_config = rollout, config
         self.add_mesh("rollout", rollout.mesh)
+        if config.release_after_generate:
+            releasing(rollout)  # refuses before anything heavy is built
         rollout.initialize()
 
     def receiving_rollout(self) -> Rollout:
@@ -92,18 +96,22 @@ class GeneratingWorker(ReceivesWeights):
                 mend="see the table of columns in core/columns.py",
             )
         if self.rollout_config is not None and self.rollout_config.release_after_generate:
-            rollout.release(["weights", "kv_cache"])
+            releasing(rollout).release(RELEASE_ORDER)
         return sequences
 
     @register()
-    def release_rollout(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
-        """Give memory back; without weights it generates again only after new ones have come."""
-        self.receiving_rollout().release(tags)
+    def release_rollout(self, tags: Sequence[MemoryTag] = RELEASE_ORDER) -> None:
+        """Give memory back; without weights it generates again only after new ones have come.
+
+        Raises:
+            Refused: the backend doesn't give memory back, on this device.
+        """
+        releasing(self.receiving_rollout()).release(tags)
 
     @register()
-    def resume_rollout(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
-        """Take memory again."""
-        self.receiving_rollout().resume(tags)
+    def resume_rollout(self, tags: Sequence[MemoryTag] = RESUME_ORDER) -> None:
+        """Take memory again. Raises Refused where the backend doesn't give memory back."""
+        releasing(self.receiving_rollout()).resume(tags)
 
     @register(Dispatch.SAME_ON_ALL)
     def receiving_device(self) -> str:

@@ -1,4 +1,4 @@
-"""A live model's memory by saved names, and a rollout's versions of it."""
+"""A live model's memory by saved names, and a rollout over it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from core.config import RolloutConfig
 from core.errors import Refused
 from core.manifest import Plan
 from core.mesh import MeshLayout
 from manymesh.parts.live_weights import WeightTable
+from manymesh.parts.model_rollout import ModelRollout
 from manymesh.parts.pretrained import load_causal_lm
-from manymesh.parts.versioned_weights import VersionedWeights
 from manymesh.parts.world_mesh import world_mesh, world_size
 from sdk.testing import tiny_model
 
@@ -59,36 +60,55 @@ def test_a_stream_that_lacks_a_weight_is_refused(models: dict[str, tuple[str, st
         WeightTable(load_causal_lm(one, "float32")).load(iter(weights.items()))
 
 
-def version(weights: VersionedWeights) -> int | None:
-    """A call, since mypy takes what a property once gave for all time."""
-    return weights.version
+class Loaded(ModelRollout):
+    """A rollout of the model in a directory, which generates nothing."""
+
+    def __init__(self, directory: str) -> None:
+        layout = MeshLayout.of(dp=1)
+        config = RolloutConfig(directory)
+        super().__init__(config, "cpu", world_mesh(Plan({"dense": layout}, layout.route(("dp",)))))
+
+    def _load_model(self) -> Any:
+        return load_causal_lm(self._config.model, "float32")
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        table = WeightTable(self._model)
+        return {spec.name: table.target(spec.name) for spec in table.specs()}
+
+    def version(self) -> int | None:
+        """A call, since mypy takes what a property once gave for all time."""
+        return self.weight_version
 
 
 def test_versions_follow_updates_releases_and_aborts(models: dict[str, tuple[str, str]]) -> None:
     one, other = models["qwen3"]
-    model = load_causal_lm(one, "float32").requires_grad_(False)
-    weights, new = VersionedWeights(model), list(saved(other).items())
-    specs = WeightTable(model).specs()
-    assert version(weights) == weights.valid(None) == 0
-    weights.begin(specs, 1)
-    assert version(weights) is None
-    weights.abort()
-    assert version(weights) == 0, "nothing was loaded"
-    weights.begin(specs, 1)
-    weights.load(new[:3])
-    weights.abort()
-    with pytest.raises(Refused, match="no valid weights"):
-        weights.valid(None)
-    weights.release()
+    rollout, new = Loaded(one), list(saved(other).items())
+    with pytest.raises(Refused, match="initialize"):
+        rollout.begin_weight_update([], 1)
+    rollout.initialize()
+    specs = WeightTable(rollout._model).specs()
+    assert rollout.version() == 0
+    rollout.begin_weight_update(specs, 1)
+    assert rollout.version() is None
+    with pytest.raises(Refused, match="bucket"):
+        rollout.load_bucket([("strange", new[0][1])])
+    rollout.load_bucket([])
+    rollout.abort_weight_update()
+    assert rollout.version() == 0, "nothing was loaded: a refused bucket and an empty one change nothing"
+    assert all(torch.equal(tensor, saved(one)[name]) for name, tensor in rollout.tensors().items())
+    rollout.begin_weight_update(specs, 1)
+    rollout.load_bucket(new[:3])
+    rollout.abort_weight_update()
+    assert rollout.version() is None
+    rollout.release(["weights"])
     with pytest.raises(Refused, match=r"resume\(\['weights'\]\)"):
-        weights.begin(specs, 2)
-    weights.resume()
-    weights.begin(specs, 2)
-    weights.load(new)
-    weights.finish()
-    assert version(weights) == 2
-    with pytest.raises(Refused, match="too old"):
-        weights.valid(3)
+        rollout.begin_weight_update(specs, 2)
+    rollout.resume(["weights"])
+    rollout.begin_weight_update(specs, 2)
+    rollout.load_bucket(new)
+    rollout.finish_weight_update()
+    assert rollout.version() == 2
+    assert all(torch.equal(tensor, saved(other)[name]) for name, tensor in rollout.tensors().items())
 
 
 def spoil_config(directory: Path) -> None:

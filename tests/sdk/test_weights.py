@@ -46,20 +46,15 @@ def test_what_rollouts_fuse_goes_together() -> None:
         assert together(layer + alone) is None
 
 
-def test_an_update_is_whole_only_when_each_tensor_came_once() -> None:
+def test_a_bucket_holds_what_was_announced_and_is_missing_each_once() -> None:
     specs = [WeightSpec("a", (2, 3), "bfloat16"), WeightSpec("b", (4,), "float32")]
     update = Announced(specs, dict([A, B]))
     for bad in ([A, A], [("c", B[1])], [("a", torch.zeros(3))], [("a", torch.zeros(2, 3, dtype=torch.int64))]):
         with pytest.raises(Refused, match="bucket"):
-            update.check(bad)
-    update.check([B])
-    update.came([B])
-    with pytest.raises(Refused, match="came before"):
-        update.check([B])
-    with pytest.raises(Refused, match=r"1 of the weights[\s\S]*\[a\]"):
-        update.check_complete()
-    update.came([A])
-    update.check_complete()
+            update.check(bad, {"a", "b"})
+    update.check([B, A], {"a", "b"})
+    with pytest.raises(Refused, match=r"came before[\s\S]*\[b\]"):
+        update.check([B], {"a"})
 
 
 def test_specs_of_another_model_are_refused_with_what_matched() -> None:

@@ -16,6 +16,7 @@ from core.registry import Choice, EngineRegistry
 from core.rollout import Rollout
 from core.transfer import WeightTransfer
 from core.worker import Worker
+from manymesh.parts.rollout_checks import resume_memory
 from manymesh.workers.transfer.channel import Address, Channel
 from manymesh.workers.transfer.ends import Receipt, ReceivingEnd, SendingEnd
 
@@ -185,7 +186,7 @@ class ReceivesWeights(Worker):
             Refused: with names matched, missing and unexpected. The rollout has the weights that it had.
         """
         rollout = self.receiving_rollout()
-        rollout.resume(["weights"])
+        resume_memory(rollout, ["weights"])
         rollout.begin_weight_update(specs, version)
 
     @register()
@@ -196,7 +197,7 @@ class ReceivesWeights(Worker):
         rollout = self.receiving_rollout()
         receipt = self._receiving.receive(specs, rollout, round_name, version)
         if not receipt.error:
-            rollout.resume(["kv_cache"])
+            resume_memory(rollout, ["kv_cache"])
         return receipt
 
     @register()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import multiprocessing
-import os
 import signal
 import threading
 import time
@@ -21,6 +20,7 @@ import torch
 
 from core.errors import DeadlineExceeded, ManymeshError
 from core.manifest import ModelFacts
+from manymesh.parts.environment import environment_of
 from manymesh_sglang.arguments import SPARE, arguments, cannot_run, died, environment
 from manymesh_sglang.config import SglangRolloutConfig
 from manymesh_sglang.flat import flatten
@@ -197,20 +197,6 @@ def not_updated(what: str, message: object) -> ManymeshError:
     return ManymeshError(
         "SGLang did not take the weights", have=message, where=what, mend="send all weights again, in a new update"
     )
-
-
-@contextmanager
-def environment_of(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +12,7 @@ import attrs
 
 from core.engine import WeightSpec
 from core.errors import DeadlineExceeded, ManymeshError, Refused
-from core.rollout import GenerationDelta, PauseMode
+from core.rollout import GenerationDelta, MemoryTag, PauseMode
 from manymesh.parts.event_loop import LoopThread
 from manymesh_sglang.http import HttpClient, ServerError
 from manymesh_sglang.sampling import PROBE, Answer, check_probe
@@ -61,7 +61,7 @@ class Running:
 
 
 class ServerEngine:
-    """manymesh.parts.served_rollout.ServedEngine over a server.
+    """manymesh.parts.served_engine.ReleasingEngine over a server.
 
     Args:
         process: where the server is this process's child: it is ended at the end.
@@ -129,7 +129,7 @@ class ServerEngine:
             )
         return error
 
-    async def answer(self, request: Request, version: int) -> AsyncIterator[GenerationDelta]:
+    async def answer(self, request: Request, version: int) -> AsyncGenerator[GenerationDelta]:
         """The request's deltas.
 
         Raises:
@@ -158,16 +158,7 @@ class ServerEngine:
 
     def stream(self, request: Request, version: int) -> AsyncIterator[GenerationDelta]:
         """`answer`, for any loop. Closing it aborts the request."""
-
-        async def follow() -> AsyncIterator[GenerationDelta]:
-            deltas = self.answer(request, version)
-            try:
-                while (delta := await self.there(_next(deltas))) is not None:
-                    yield delta
-            finally:
-                await self.there(deltas.aclose())  # type: ignore[attr-defined]
-
-        return follow()
+        return self._thread.follow(self.answer(request, version))
 
     async def answers(self, requests: Sequence[Request], version: int) -> list[list[GenerationDelta]]:
         """All rows by one request of HTTP."""
@@ -253,14 +244,17 @@ class ServerEngine:
             self._client, "/update_weight_version", {"new_version": name, "abort_all_requests": False}, timeout_s
         )
 
-    async def abort_load(self) -> bool:
-        await self._way.abort()
+    @property
+    def is_staged(self) -> bool:
         return self._way.is_staged
 
-    async def release(self, tags: Sequence[str]) -> None:
+    async def abort_load(self) -> None:
+        await self._way.abort()
+
+    async def release(self, tags: Sequence[MemoryTag], released: frozenset[MemoryTag]) -> None:
         await self._client.call("POST", "/release_memory_occupation", {"tags": list(tags)}, timeout_s=self._timeout_s)
 
-    async def resume_memory(self, tags: Sequence[str]) -> None:
+    async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         await self._client.call("POST", "/resume_memory_occupation", {"tags": list(tags)}, timeout_s=self._timeout_s)
 
     # ------------------------------------------------------------------------------------------ start and end
@@ -316,7 +310,3 @@ def _body(
         "rid": list(rids) if several else rids[0],
         "return_logprob": True,
     }
-
-
-async def _next(deltas: AsyncIterator[GenerationDelta]) -> GenerationDelta | None:
-    return await anext(deltas, None)

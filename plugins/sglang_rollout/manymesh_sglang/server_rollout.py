@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
-from core.device import choose_device
 from core.errors import ManymeshError, Refused
 from core.manifest import ModelFacts
-from core.mesh import RankMesh
 from core.rollout import SamplingParams
 from manymesh.parts.checkpoint_weights import read_checkpoint
 from manymesh.parts.rollout_checks import not_initialized
 from manymesh.parts.rollout_rows import Prompts
-from manymesh.parts.served_rollout import ServedEngine, ServedRollout
+from manymesh.parts.served_engine import ServedEngine
+from manymesh.parts.served_rollout import ReleasingServedRollout
+from manymesh.parts.world_mesh import world_mesh, world_size
 from manymesh_sglang.arguments import SPARE, arguments, cannot_run, environment
 from manymesh_sglang.config import SglangServerConfig
 from manymesh_sglang.http import HttpClient
@@ -28,11 +26,9 @@ from manymesh_sglang.server_process import LOOPBACK, ServerProcess
 from manymesh_sglang.ways import ByCollective, ByDisk, InSharedMemory, Way
 
 
-class SglangServerRollout(ServedRollout):
+class SglangServerRollout(ReleasingServedRollout):
     """`core.rollout.RolloutServer` over SGLang: each rank has a replica, a server that ends with its own process, or
-    one of `config.addresses`, which is neither started nor ended.
-
-    See manymesh.parts.served_rollout.ServedRollout for versions, pauses and updates.
+    one of `config.addresses`, which is neither started nor ended. Releases memory on CUDA with sleep_mode.
 
     Args:
         config: options; `config.model` is the directory to load.
@@ -42,13 +38,10 @@ class SglangServerRollout(ServedRollout):
         Refused: tensor_parallel is not 1, or there are not as many addresses as ranks.
     """
 
+    _config: SglangServerConfig
+
     def __init__(self, config: SglangServerConfig, device: str | None = None) -> None:
-        self._config = config
-        self._device = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
-        in_world = dist.is_available() and dist.is_initialized()
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if in_world else (0, 1)
-        planned = server_plan(config, world_size, None)
-        super().__init__(RankMesh(planned.layouts["dense"], rank, planned.route))
+        super().__init__(config, device, world_mesh(server_plan(config, world_size(), None)))
         self._asking: Asking | None = None
 
     def _start(self) -> tuple[ServedEngine, dict[str, torch.Tensor]]:

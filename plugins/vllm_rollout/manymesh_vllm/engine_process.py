@@ -9,7 +9,6 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,10 +16,8 @@ import torch
 from safetensors.torch import load
 from vllm.v1.sample.sampler import Sampler
 
-from core.engine import WeightSpec
 from core.rollout import LogProbKind
-from manymesh.parts.checkpoint_weights import expected_tensors
-from manymesh_vllm.weights import WeightUpdate
+from manymesh_vllm.weights import Reload
 
 KIND = "manymesh_log_probs"  # in vLLM's extra_args of a request
 OWNER = "MANYMESH_VLLM_OWNER"  # environment variable: the process to end with
@@ -31,30 +28,28 @@ class ServerExtension:
     """Mixed into vLLM's worker; called by collective_rpc. Arguments are plain, so that no pickle is needed."""
 
     model_runner: Any
-    model_config: Any
-    _update: WeightUpdate | None = None
+    _reload: Reload | None = None
 
     def manymesh_sample_by_row(self) -> None:
         """Give each request log-probabilities of its own kind."""
         self.model_runner.sampler = RowKinds(self.model_runner)
 
-    def manymesh_begin(self, specs: Sequence[Sequence[Any]], version: int) -> None:
-        announced = [WeightSpec(name, tuple(shape), dtype) for name, shape, dtype in specs]
-        self._update = WeightUpdate(self, expected_tensors(self.model_config.model), announced, version)
+    def manymesh_begin(self) -> None:
+        self._reload = Reload(self)
 
     def manymesh_load(self, data: bytes) -> None:
-        assert self._update is not None
-        self._update.load(list(load(data).items()))
+        assert self._reload is not None
+        self._reload.load(list(load(data).items()))
 
     def manymesh_finish(self) -> None:
-        assert self._update is not None
-        self._update.finish()
-        self._update = None
+        assert self._reload is not None
+        self._reload.finish()
+        self._reload = None
 
     def manymesh_abort(self) -> None:
-        if self._update is not None:
-            self._update.abort()
-        self._update = None
+        reload, self._reload = self._reload, None
+        if reload is not None:
+            reload.abort()
 
 
 class RowKinds(Sampler):

@@ -6,10 +6,9 @@ environment. Here it may do none of this.
 
 from __future__ import annotations
 
-import os
 import secrets
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +22,7 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from core.errors import Refused
 from core.manifest import ModelFacts
+from manymesh.parts.environment import environment_of
 from manymesh_vllm.config import VllmRolloutConfig
 
 _engines: weakref.WeakSet[LocalEngine] = weakref.WeakSet()  # they share vLLM's groups, which are globals
@@ -147,20 +147,6 @@ def check_platform(facts: ModelFacts, device: torch.device) -> None:
             where=f"head_dim of {facts.path!r}",
             mend="use another rollout for this model, or a GPU",
         )
-
-
-@contextmanager
-def environment_of(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _check_groups(wanted: tuple[int, bool]) -> None:

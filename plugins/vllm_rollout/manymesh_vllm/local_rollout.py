@@ -3,52 +3,45 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch.distributed.device_mesh import init_device_mesh
 
-from core.device import choose_device
 from core.engine import WeightSpec
 from core.errors import ManymeshError, Refused
 from core.manifest import ModelFacts
 from core.mesh import RankMesh
 from core.rollout import LogProbKind, MemoryTag, SamplingParams
-from manymesh.parts.agreement import agree
+from manymesh.parts.agreement import on_every_rank
+from manymesh.parts.base_rollout import BaseReleasingRollout, Bucket
 from manymesh.parts.checkpoint_weights import read_checkpoint
 from manymesh.parts.rollout_checks import (
     check_stop_strings,
-    check_tags,
     eos_ids,
     has_tokenizer,
     load_tokenizer,
-    no_update,
     not_initialized,
     stop_ids,
-    valid_version,
 )
 from manymesh.parts.rollout_rows import Prompts, Responses
 from manymesh.parts.row_seeds import row_keys
-from manymesh.parts.weights import check_specs
+from manymesh.parts.world_mesh import world_mesh, world_size
 from manymesh_vllm import sampling as asked
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.local_engine import LocalEngine
-from manymesh_vllm.memory import SleepingMemory
+from manymesh_vllm.memory import check_can_sleep, sleep_steps
 from manymesh_vllm.plan import TP, plan
-from manymesh_vllm.weights import WeightUpdate
-
-T = TypeVar("T")
+from manymesh_vllm.weights import Reload
 
 
-class VllmRollout:
-    """`core.rollout.Rollout` over vLLM, in this process.
-
-    Versions: 0 after `initialize()`, the update's version after `finish_weight_update()`, None in between, after a
-    failed update and after `release(["weights"])`, until a whole update was loaded.
+class VllmRollout(BaseReleasingRollout):
+    """`core.rollout.Rollout` over vLLM, in this process. Releases memory on CUDA with sleep_mode.
 
     Where the world has several ranks, construction, `initialize`, `generate` and weight updates are collective over the
     ranks of one dp rank (`infer_tp`), and the first two over all.
@@ -61,27 +54,20 @@ class VllmRollout:
         Refused: tensor_parallel doesn't fit the world.
     """
 
+    _config: VllmRolloutConfig
+
     def __init__(self, config: VllmRolloutConfig, device: str | None = None) -> None:
-        self._config = config
-        self._device = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
-        in_world = dist.is_available() and dist.is_initialized()
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if in_world else (0, 1)
-        planned = plan(config, world_size, None)
-        self._mesh = RankMesh(
-            planned.layouts["dense"], rank, planned.route, self._groups(planned.layouts["dense"].sizes, in_world)
-        )
+        super().__init__(config, device, world_mesh(plan(config, world_size(), None)))
+        self._mesh = attrs.evolve(self._mesh, groups=self._groups(self._mesh))
         self._engine: LocalEngine | None = None
-        self._memory: SleepingMemory | None = None
-        self._expected: dict[str, torch.Tensor] = {}
         self._eos: tuple[int, ...] = ()
         self._has_tokenizer = False
-        self._update: WeightUpdate | None = None
-        self._version: int | None = None
+        self._reload: Reload | None = None
 
-    def _groups(self, sizes: tuple[int, ...], in_world: bool) -> Any:
-        if not in_world:
+    def _groups(self, mesh: RankMesh) -> Any:
+        if mesh.groups is None:
             return None
-        device_mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=("dp", TP))
+        device_mesh = init_device_mesh(self._device.type, mesh.layout.sizes, mesh_dim_names=("dp", TP))
 
         def group(*axes: str) -> Any:
             if set(axes) == {"dp", TP}:
@@ -92,46 +78,21 @@ class VllmRollout:
 
         return group
 
-    @property
-    def mesh(self) -> RankMesh:
-        return self._mesh
-
-    @property
-    def weight_version(self) -> int | None:
-        return self._version
-
-    def initialize(self) -> None:
-        """Build the engine with the directory's weights, which are version 0. Collective over the world.
-
-        Raises:
-            Refused: no checkpoint is there, tensor_parallel doesn't cut it, or vLLM doesn't take it.
-        """
-        facts, self._expected = self._agreed(self._look)
+    def _build(self) -> Mapping[str, torch.Tensor]:
+        """Collective over the world. Raises Refused too where tensor_parallel doesn't cut the model."""
+        is_alone = self._mesh.groups is None
+        facts, expected = self._look() if is_alone else on_every_rank(self._mesh.group("dp", TP), self._look)
         self._eos = eos_ids(facts.path)
         self._has_tokenizer = has_tokenizer(facts.path)
         self._engine = LocalEngine(self._config, facts, self._device, has_tokenizer=self._has_tokenizer)
-        can_sleep = self._config.sleep_mode and self._device.type == "cuda"
-        self._memory = SleepingMemory(self._engine.llm, can_sleep=can_sleep)
-        self._update, self._version = None, 0
+        self._reload = None
+        return expected
 
     def _look(self) -> tuple[ModelFacts, dict[str, torch.Tensor]]:
         """What the directory holds, and that it can be cut."""
         facts, expected = read_checkpoint(self._config.model)
         plan(self._config, self._mesh.layout.world_size, facts)
         return facts, expected
-
-    def _agreed(self, function: Callable[[], T]) -> T:
-        """The function's value here; all ranks refuse where one does, before any of them waits for the others."""
-        refused: Refused | None = None
-        try:
-            value = function()
-        except Refused as error:
-            refused = error
-        if self._mesh.groups is not None:
-            agree(self._mesh.group("dp", TP), refused)
-        if refused is not None:
-            raise refused
-        return value
 
     def generate(self, prompts: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
         """See `core.rollout.Rollout.generate`. Columns come back on the device of prompt_ids.
@@ -148,10 +109,8 @@ class VllmRollout:
                 strings without a tokenizer; raw log-probabilities at a temperature below 0.01.
             ManymeshError: the model gave logits that are not finite.
         """
-        version = valid_version(self._version, min_version, self._state())
-        engine, memory = self._ready()
-        if memory.asleep:
-            raise Refused("the KV cache is released", mend="resume(['kv_cache']) before generating")
+        version = self._ready().check_can_sample(min_version)
+        engine = self._running()
         table = Prompts.read(prompts)
         model_config = engine.llm.llm_engine.model_config
         vocab_size = model_config.get_vocab_size()
@@ -195,97 +154,52 @@ class VllmRollout:
         keys = row_keys(seed, prompts.prompt_id.cpu(), sample)
         return (keys >> 1).tolist(), randomness  # vLLM wants them in an int64
 
-    def _state(self) -> str:
-        if self._memory is None:
-            return "not initialized"
-        if "weights" in self._memory.asleep:
-            return "weights released"
-        return "a weight update under way" if self._update else "weights released or an update not finished"
-
-    def release(self, tags: Sequence[MemoryTag]) -> None:
-        """Free memory, on CUDA with sleep_mode.
-
-        Weights are dropped, not moved, so that weight_version is None until they are resumed and a whole update was
-        loaded.
-
-        Raises:
-            Refused: vLLM frees nothing on this device.
-        """
-        _, memory = self._ready()
-        check_tags(tags)
-        memory.check_can_sleep()
-        if "weights" in tags:
-            self.abort_weight_update()  # while its layers still have memory
-            self._version = None
-        memory.release(tags)
-
-    def resume(self, tags: Sequence[MemoryTag]) -> None:
-        """Take memory again; what is not released stays as it is. Weights hold garbage then, until a whole update."""
-        _, memory = self._ready()
-        check_tags(tags)
-        memory.resume(tags)
-
-    def _ready(self) -> tuple[LocalEngine, SleepingMemory]:
-        if self._engine is None or self._memory is None:
+    def _running(self) -> LocalEngine:
+        if self._engine is None:
             raise not_initialized()
-        return self._engine, self._memory
+        return self._engine
 
-    def begin_weight_update(self, specs: Sequence[WeightSpec], version: int) -> None:
-        """See `core.rollout.Rollout`. An update that was begun before and not finished is forgotten.
+    # -------------------------------------------------------------------------------------- weights and memory
 
-        Raises:
-            Refused: names, shapes or kinds of dtype differ from the model's (dtypes of one kind are cast), or the
-                weights are released. Nothing has changed then.
-        """
-        engine, memory = self._ready()
-        if "weights" in memory.asleep:
-            raise Refused(
-                "the rollout's weights are released, so there is nothing to load into",
-                mend="resume(['weights']) before the update",
-            )
-        check_specs(specs, self._expected)
-        self.abort_weight_update()
-        self._version = None
-        self._update = WeightUpdate(engine.worker, self._expected, specs, version)
+    def _begin_load(self, specs: Sequence[WeightSpec], version: int) -> None:
+        self._reload = Reload(self._running().worker)
 
-    def load_bucket(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Load full tensors, on every rank the same ones; they may be reused after return.
-
-        Raises:
-            Refused: no update was begun; a tensor was not announced, came before or has another shape. Nothing of the
-                bucket is loaded then.
-        """
-        self._under_way().load(bucket)
+    def _load(self, bucket: Bucket) -> None:
+        assert self._reload is not None
+        self._reload.load(bucket)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def finish_weight_update(self) -> None:
-        """Raises Refused, with the names, when weights have not come; weight_version stays None then."""
-        engine, _ = self._ready()
-        update = self._under_way()
-        update.finish()
-        if not engine.drop_caches():
+    def _end_load(self, version: int) -> None:
+        assert self._reload is not None
+        self._reload.finish()
+        if not self._running().drop_caches():
             raise ManymeshError(
                 "vLLM keeps the KV cache of the old weights", mend="let no request run during an update"
             )
-        self._update, self._version = None, update.version
+        self._reload = None
 
-    def abort_weight_update(self) -> None:
-        """Forget the update. Weights are loaded layer by layer, so weight_version stays None if one was under way."""
-        if self._update is not None:
-            self._update.abort()
-        self._update = None
+    def _abort_load(self) -> None:
+        reload, self._reload = self._reload, None
+        if reload is not None:
+            reload.abort()
 
-    def _under_way(self) -> WeightUpdate:
-        if self._update is None:
-            raise no_update()
-        return self._update
+    def _check_can_release(self) -> None:
+        check_can_sleep(self._config, self._device)
 
-    def shutdown(self) -> None:
-        """Let go of the model; the world stays. `initialize()` may load it again."""
-        if self._engine is not None:
-            self._engine.shutdown()
-        self._engine = self._memory = self._update = self._version = None
+    def _release_memory(self, tags: Sequence[MemoryTag], released: frozenset[MemoryTag]) -> None:
+        llm = self._running().llm
+        for step in sleep_steps(tags, released):
+            llm.wake_up(list(step.tags)) if step.level is None else llm.sleep(level=step.level)
+
+    def _resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        self._running().llm.wake_up(list(tags))
+
+    def _close(self) -> None:
+        """The world stays."""
+        engine, self._engine, self._reload = self._engine, None, None
+        if engine is not None:
+            engine.shutdown()
 
 
 @contextmanager

@@ -2,52 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+
+import attrs
+import torch
 
 from core.errors import Refused
+from core.rollout import MemoryTag
+from manymesh.parts.weight_state import RESUME_ORDER
+from manymesh_vllm.config import VllmRolloutConfig
 
 
-class SleepingMemory:
-    """Which of "weights" and "kv_cache" have no memory at the moment.
+@attrs.frozen
+class Step:
+    """One call of vLLM: sleep at a level, or wake_up of tags.
 
-    vLLM puts both to sleep together and wakes them one by one, so that what shall stay is woken again at once: from
-    the host's memory where it is the weights.
-
-    Args:
-        llm: vllm.LLM.
-        can_sleep: whether the engine was built so that it frees memory.
+    Attributes:
+        level: 1 moves the weights to the host, 2 drops them; None: wake_up.
     """
 
-    def __init__(self, llm: Any, *, can_sleep: bool) -> None:
-        self._llm, self._can_sleep = llm, can_sleep
-        self.asleep: frozenset[str] = frozenset()
+    level: int | None = None
+    tags: tuple[MemoryTag, ...] = ()
 
-    def check_can_sleep(self) -> None:
-        """Raises Refused where vLLM would free nothing."""
-        if not self._can_sleep:
-            raise Refused(
-                "this rollout cannot give its memory back",
-                have="vLLM's sleep mode frees nothing on CPU, and on CUDA only with sleep_mode",
-                mend="turn release_after_generate off, or set sleep_mode on CUDA",
-            )
 
-    def release(self, tags: Iterable[str]) -> None:
-        """Raises Refused as check_can_sleep."""
-        self.check_can_sleep()
-        wanted = self.asleep | set(tags)
-        if wanted == self.asleep:
-            return
-        if self.asleep:  # vLLM sleeps from being wide awake
-            self._llm.wake_up(sorted(self.asleep, reverse=True))
-        # Level 2 drops the weights, level 1 moves them to the host.
-        self._llm.sleep(level=2 if "weights" in wanted else 1)
-        if stays := sorted({"weights", "kv_cache"} - wanted):
-            self._llm.wake_up(stays)
-        self.asleep = wanted
+def check_can_sleep(config: VllmRolloutConfig, device: torch.device) -> None:
+    """Raises Refused where vLLM would free nothing."""
+    if device.type != "cuda" or not config.sleep_mode:
+        raise Refused(
+            "this rollout cannot give its memory back",
+            have="vLLM's sleep mode frees nothing on CPU, and on CUDA only with sleep_mode",
+            mend="turn release_after_generate off, or set sleep_mode on CUDA",
+        )
 
-    def resume(self, tags: Iterable[str]) -> None:
-        """Tags that are not asleep are left as they are, so that this is a no-op where nothing was released."""
-        if waking := sorted(self.asleep & set(tags), reverse=True):
-            self._llm.wake_up(waking)
-            self.asleep -= set(waking)
+
+def sleep_steps(tags: Iterable[MemoryTag], released: frozenset[MemoryTag]) -> Sequence[Step]:
+    """How to free the memory of `tags`, which have it, where `released` have none.
+
+    vLLM puts all to sleep together, from being wide awake, and wakes tag by tag. So what sleeps is woken first, and
+    what shall stay is woken again at once: weights come back from the host's memory.
+    """
+    asleep = released | set(tags)
+    steps = [Step(tags=_ordered(released))] if released else []
+    steps.append(Step(level=2 if "weights" in asleep else 1))
+    if stays := _ordered(set(RESUME_ORDER) - asleep):
+        steps.append(Step(tags=stays))
+    return steps
+
+
+def _ordered(tags: Iterable[MemoryTag]) -> tuple[MemoryTag, ...]:
+    return tuple(tag for tag in RESUME_ORDER if tag in set(tags))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from math import isfinite
 from typing import Any
@@ -22,14 +22,16 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from core.engine import WeightSpec
 from core.errors import ManymeshError, Refused
 from core.manifest import ModelFacts
-from core.rollout import GenerationDelta, LogProbKind, PauseMode, SamplingParams
+from core.rollout import GenerationDelta, LogProbKind, MemoryTag, PauseMode, SamplingParams
+from manymesh.parts.environment import environment_of
 from manymesh.parts.event_loop import LoopThread
-from manymesh.parts.served_rollout import Bucket
+from manymesh.parts.served_engine import Bucket
 from manymesh.parts.served_rows import by_version
 from manymesh_vllm import sampling as asked
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.engine_process import KIND, OWNER, ServerExtension
-from manymesh_vllm.local_engine import arguments, cannot_run, check_platform, environment_of
+from manymesh_vllm.local_engine import arguments, cannot_run, check_platform
+from manymesh_vllm.memory import sleep_steps
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -70,13 +72,15 @@ class Request:
 
 
 class ServerEngine:
-    """`ServedEngine` over vLLM's AsyncLLM, whose process ends with this one, however that ends.
+    """`ReleasingEngine` over vLLM's AsyncLLM, whose process ends with this one, however that ends.
 
     Coroutines of this class run on its own loop: `call` waits for one from any thread, `there` awaits one on any loop.
 
     Raises:
         Refused: vLLM doesn't take the model or the options.
     """
+
+    is_staged = False
 
     def __init__(
         self, config: VllmRolloutConfig, facts: ModelFacts, device: torch.device, *, has_tokenizer: bool
@@ -119,7 +123,7 @@ class ServerEngine:
         except Exception as error:  # vLLM carries the message alone
             raise ManymeshError(f"vLLM's engine failed in {method!r}", have=str(error)) from error
 
-    async def answer(self, request: Request, version: int) -> AsyncIterator[GenerationDelta]:
+    async def answer(self, request: Request, version: int) -> AsyncGenerator[GenerationDelta]:
         """The request's deltas, each of one weight version.
 
         Args:
@@ -164,16 +168,7 @@ class ServerEngine:
 
     def stream(self, request: Request, version: int) -> AsyncIterator[GenerationDelta]:
         """`answer`, for any loop. Closing it aborts the request."""
-
-        async def follow() -> AsyncIterator[GenerationDelta]:
-            deltas = self.answer(request, version)
-            try:
-                while (delta := await self.there(_next(deltas))) is not None:
-                    yield delta
-            finally:
-                await self.there(deltas.aclose())  # type: ignore[attr-defined]
-
-        return follow()
+        return self._thread.follow(self.answer(request, version))
 
     async def answers(self, requests: Sequence[Request], version: int) -> list[list[GenerationDelta]]:
         """All deltas by request. When one fails the others are aborted."""
@@ -206,7 +201,7 @@ class ServerEngine:
         await self.llm.resume_generation()
 
     async def begin_load(self, specs: Sequence[WeightSpec], version: int) -> None:
-        await self.rpc("manymesh_begin", [(spec.name, list(spec.shape), spec.dtype) for spec in specs], version)
+        await self.rpc("manymesh_begin")
 
     async def load(self, bucket: Bucket) -> None:
         await self.rpc("manymesh_load", save({name: tensor.detach().cpu().contiguous() for name, tensor in bucket}))
@@ -222,15 +217,18 @@ class ServerEngine:
             raise ManymeshError("vLLM keeps the KV cache of the old weights")
         await self.llm.update_weight_version(str(version))
 
-    async def abort_load(self) -> bool:
+    async def abort_load(self) -> None:
         await self.rpc("manymesh_abort")
-        return False
 
-    async def release(self, tags: Sequence[str]) -> None:
-        raise NotImplementedError("VllmServerRollout.release does it")
+    async def release(self, tags: Sequence[MemoryTag], released: frozenset[MemoryTag]) -> None:
+        for step in sleep_steps(tags, released):
+            if step.level is None:
+                await self.llm.wake_up(list(step.tags))
+            else:
+                await self.llm.sleep(step.level)
 
-    async def resume_memory(self, tags: Sequence[str]) -> None:
-        raise NotImplementedError("VllmServerRollout.resume does it")
+    async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        await self.llm.wake_up(list(tags))
 
     async def check_health(self) -> None:
         try:
@@ -258,10 +256,6 @@ def _check_devices(tensor_parallel: int, device: torch.device) -> None:
 
 def _dead() -> ManymeshError:
     return ManymeshError("vLLM's engine process has died", mend="look at its log; build a new rollout")
-
-
-async def _next(deltas: AsyncIterator[GenerationDelta]) -> GenerationDelta | None:
-    return await anext(deltas, None)
 
 
 def _deltas(

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from core.device import choose_device
-from core.mesh import RankMesh
 from core.rollout import MemoryTag, SamplingParams
 from manymesh.parts.checkpoint_weights import read_checkpoint
 from manymesh.parts.rollout_checks import (
     check_stop_strings,
-    check_tags,
     eos_ids,
     has_tokenizer,
     load_tokenizer,
@@ -24,33 +18,31 @@ from manymesh.parts.rollout_checks import (
 )
 from manymesh.parts.rollout_rows import Prompts
 from manymesh.parts.row_seeds import row_keys
-from manymesh.parts.served_rollout import ServedEngine, ServedRollout
+from manymesh.parts.served_engine import ServedEngine
+from manymesh.parts.served_rollout import ReleasingServedRollout
+from manymesh.parts.world_mesh import world_mesh, world_size
 from manymesh_vllm import sampling as asked
 from manymesh_vllm.config import VllmRolloutConfig
-from manymesh_vllm.memory import SleepingMemory
+from manymesh_vllm.memory import check_can_sleep
 from manymesh_vllm.plan import server_plan
 from manymesh_vllm.server_engine import Request, ServerEngine
 
 
-class VllmServerRollout(ServedRollout):
+class VllmServerRollout(ReleasingServedRollout):
     """`core.rollout.RolloutServer` over vLLM: each rank has a replica, an engine in processes that end with its own.
 
-    See `ServedRollout` for versions, pauses and updates. Temperatures below 0.01 are refused.
+    Temperatures below 0.01 are refused. Releases memory on CUDA with sleep_mode.
 
     Args:
         config: options; `config.model` is the directory to load.
         device: "cpu", "cuda" or None for what the machine has.
     """
 
+    _config: VllmRolloutConfig
+
     def __init__(self, config: VllmRolloutConfig, device: str | None = None) -> None:
-        self._config = config
-        self._device = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
-        in_world = dist.is_available() and dist.is_initialized()
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if in_world else (0, 1)
-        planned = server_plan(config, world_size, None)
-        super().__init__(RankMesh(planned.layouts["dense"], rank, planned.route))
+        super().__init__(config, device, world_mesh(server_plan(config, world_size(), None)))
         self._vllm: ServerEngine | None = None
-        self._memory: SleepingMemory | None = None
         self._eos: tuple[int, ...] = ()
         self._has_tokenizer = False
 
@@ -58,10 +50,8 @@ class VllmServerRollout(ServedRollout):
         facts, expected = read_checkpoint(self._config.model)
         self._eos = eos_ids(facts.path)
         self._has_tokenizer = has_tokenizer(facts.path)
-        engine = ServerEngine(self._config, facts, self._device, has_tokenizer=self._has_tokenizer)
-        can_sleep = self._config.sleep_mode and self._device.type == "cuda"
-        self._vllm, self._memory = engine, SleepingMemory(_Sleeper(engine), can_sleep=can_sleep)
-        return engine, expected
+        self._vllm = ServerEngine(self._config, facts, self._device, has_tokenizer=self._has_tokenizer)
+        return self._vllm, expected
 
     def _requests(
         self, table: Prompts, sampling: SamplingParams, sample: torch.Tensor, request_ids: Sequence[str]
@@ -87,45 +77,14 @@ class VllmServerRollout(ServedRollout):
         ]
 
     def _check_can_release(self) -> None:
-        assert self._memory is not None
-        self._memory.check_can_sleep()
+        check_can_sleep(self._config, self._device)
 
-    def release(self, tags: Sequence[MemoryTag]) -> None:
-        """Free memory, on CUDA with sleep_mode; what runs is aborted.
+    def _resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        super()._resume_memory(tags)
+        if self._paused:  # vLLM schedules again, of itself, as soon as it has all its memory
+            engine = self._running()
+            engine.call(engine.pause("keep"))
 
-        Raises:
-            Refused: vLLM frees nothing on this device.
-        """
-        self._running()
-        check_tags(tags)
-        assert self._memory is not None
-        self._memory.release(tags)
-        self._asleep = self._memory.asleep
-        if "weights" in tags:
-            self.abort_weight_update()
-            self._version = None
-
-    def resume(self, tags: Sequence[MemoryTag]) -> None:
-        """Take memory again; what is not released stays as it is. Weights hold garbage then, until a whole update."""
-        self._running()
-        check_tags(tags)
-        assert self._memory is not None
-        self._memory.resume(tags)
-        self._asleep = self._memory.asleep
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        self._vllm = self._memory = None
-
-
-class _Sleeper:
-    """What SleepingMemory asks of vLLM's LLM."""
-
-    def __init__(self, engine: ServerEngine) -> None:
-        self._engine = engine
-
-    def sleep(self, level: int) -> None:
-        self._engine.call(self._engine.llm.sleep(level))
-
-    def wake_up(self, tags: list[str]) -> Any:
-        self._engine.call(self._engine.llm.wake_up(tags))
+    def _close(self) -> None:
+        self._vllm = None
+        super()._close()

@@ -7,7 +7,7 @@ one of its own layers is whole, makes the layer anew and copies it over the live
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,26 +15,20 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from core.engine import WeightSpec
 from core.errors import ManymeshError
-from manymesh.parts.weights import Announced, some
+from manymesh.parts.weight_names import some
 
 _OURS = "_manymesh_copy"  # marks a tensor that is no sender's
 
 
-class WeightUpdate:
-    """One pass of all weights into a live model, in buckets of any order and size.
+class Reload:
+    """One pass of all weights into a live model, in buckets of any order and size. Names and shapes are checked before.
 
     Args:
         worker: vLLM's worker in this process.
     """
 
-    def __init__(
-        self, worker: Any, expected: Mapping[str, torch.Tensor], specs: Sequence[WeightSpec], version: int
-    ) -> None:
-        """Raises Refused as manymesh.parts.weights.check_specs; nothing has changed then."""
-        self._announced = Announced(specs, expected)
-        self.version = version
+    def __init__(self, worker: Any) -> None:
         self._worker, self._model = worker, worker.model_runner.get_model()
         # Before the reload, which takes tied parameters apart.
         self._unfilled: set[str] | None = {name for name, _ in self._model.named_parameters()}
@@ -48,16 +42,10 @@ class WeightUpdate:
         return set_current_vllm_config(self._worker.vllm_config)
 
     def load(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Hand the bucket's tensors to their layers.
-
-        Raises:
-            Refused: as Announced.check. None of the bucket is loaded then.
-        """
-        self._announced.check(bucket)
+        """Hand the bucket's tensors to their layers; they may be reused after return."""
         with self._in_vllm(), torch.no_grad():
             filled = self._model.load_weights(iter(bucket))
             self._keep_what_waits()
-        self._announced.came(bucket)
         if self._unfilled is not None:
             # Quantised models have parameters that no checkpoint fills, and some models don't tell: vLLM's own rule.
             quantised = self._worker.model_config.quantization is not None
@@ -78,13 +66,7 @@ class WeightUpdate:
                         setattr(held[key], _OURS, True)
 
     def finish(self) -> None:
-        """Put the new weights to use.
-
-        Raises:
-            Refused: weights have not come; the update is still under way then.
-            ManymeshError: vLLM left parameters as they were.
-        """
-        self._announced.check_complete()
+        """Put the new weights to use, once all have come. Raises ManymeshError where vLLM left some as they were."""
         if self._unfilled:
             raise ManymeshError(
                 "vLLM took all weights and left parameters of the model without any",

@@ -18,6 +18,8 @@ from core.batch import jagged
 from core.engine import WeightSpec
 from core.manifest import Capability
 from core.rollout import LogProbKind, Rollout, SamplingParams
+from manymesh.parts.rollout_checks import resume_memory
+from manymesh.parts.weight_state import RESUME_ORDER
 from sdk.conformance.base import Conformance, Session
 from sdk.testing import character_tokenizer
 
@@ -185,7 +187,7 @@ class Held:
     def get(self) -> Rollout:
         if self._rollout is not None and self.changed:
             try:
-                self._rollout.resume(["weights", "kv_cache"])
+                resume_memory(self._rollout, RESUME_ORDER)
                 update(self._rollout, self._weights(), 0)
             except Exception:  # a test that failed may have left anything, and has said so
                 self.close()

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from core.errors import Refused
 from core.manifest import Capability
 from core.rollout import Rollout
+from manymesh.parts.rollout_checks import releasing
 from sdk.conformance.base import absent
 from sdk.conformance.suites.rollout_base import Held, RolloutSuite, child_processes, prompts, specs
 
@@ -22,8 +23,8 @@ class LifeSuite(RolloutSuite):
         calls: tuple[Callable[[], object], ...] = (
             lambda: rollout.generate(prompts([5]), self.greedy(2)),
             lambda: rollout.begin_weight_update(specs(self.models.weights(1)), 1),
-            lambda: rollout.resume(["weights"]),
-            lambda: rollout.release(["weights"]),
+            lambda: releasing(rollout).resume(["weights"]),
+            lambda: releasing(rollout).release(["weights"]),
         )
         for call in calls:
             with pytest.raises(Refused):

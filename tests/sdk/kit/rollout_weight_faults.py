@@ -202,39 +202,6 @@ class HidesNan(RolloutFault):
         super().load_bucket([(name, tensor.nan_to_num()) for name, tensor in bucket])  # type: ignore[misc]
 
 
-@caught_by("test_released_weights_wait_for_resume_and_a_whole_update")
-class GeneratesAfterRelease(RolloutFault):
-    """generates after its weights were released"""
-
-    def release(self, tags: Sequence[str]) -> None:
-        super().release([])  # type: ignore[misc]
-
-
-@caught_by("test_a_released_kv_cache_leaves_the_weights_valid")
-class ReleasesAll(RolloutFault):
-    """releases the weights with the KV cache"""
-
-    def release(self, tags: Sequence[str]) -> None:
-        super().release([*tags, "weights"])  # type: ignore[misc]
-
-
-@caught_by("test_resume_of_what_is_not_released_changes_nothing")
-class ResumesAnyway(RolloutFault):
-    """takes new memory for weights that have theirs"""
-
-    def resume(self, tags: Sequence[str]) -> None:
-        super().release(["weights"])  # type: ignore[misc]
-        super().resume(tags)  # type: ignore[misc]
-
-
-@caught_by("test_unknown_tags_are_refused")
-class AcceptsTags(RolloutFault):
-    """passes over tags that it doesn't know"""
-
-    def release(self, tags: Sequence[str]) -> None:
-        super().release([tag for tag in tags if tag in ("weights", "kv_cache")])  # type: ignore[misc]
-
-
 # ------------------------------------------------------------------------------------------------------------ life
 
 

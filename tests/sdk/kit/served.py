@@ -19,11 +19,12 @@ import torch
 from core.batch import objects
 from core.engine import WeightSpec
 from core.errors import Refused
-from core.rollout import GenerationDelta, PauseMode, SamplingParams
+from core.rollout import GenerationDelta, MemoryTag, PauseMode, SamplingParams
 from manymesh.parts.checkpoint_weights import read_checkpoint
 from manymesh.parts.event_loop import LoopThread
 from manymesh.parts.rollout_rows import Prompts
-from manymesh.parts.served_rollout import ServedEngine, ServedRollout
+from manymesh.parts.served_engine import ServedEngine
+from manymesh.parts.served_rollout import ReleasingServedRollout
 from sdk.conformance.suites.rollout_base import Bucket, prompts, rows_of
 
 FIRST = 16  # tokens
@@ -73,7 +74,9 @@ class Request:
 
 
 class ThreadEngine(LoopThread):
-    """A ServedEngine in a thread of this process."""
+    """A ReleasingEngine in a thread of this process."""
+
+    is_staged = False
 
     def __init__(self, rollout: Any) -> None:
         super().__init__("served")
@@ -179,14 +182,13 @@ class ThreadEngine(LoopThread):
     async def end_load(self, version: int) -> None:
         self.rollout.finish_weight_update()
 
-    async def abort_load(self) -> bool:
+    async def abort_load(self) -> None:
         self.rollout.abort_weight_update()
-        return self.rollout.weight_version is not None
 
-    async def release(self, tags: Sequence[str]) -> None:
+    async def release(self, tags: Sequence[MemoryTag], released: frozenset[MemoryTag]) -> None:
         self.rollout.release(tags)
 
-    async def resume_memory(self, tags: Sequence[str]) -> None:
+    async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         self.rollout.resume(tags)
 
     def shutdown(self) -> None:
@@ -194,12 +196,12 @@ class ThreadEngine(LoopThread):
         self.rollout.shutdown()
 
 
-class Served(ServedRollout):
+class Served(ReleasingServedRollout):
     """Capability.SERVER, and all that the rollout has."""
 
     def __init__(self, rollout: Any) -> None:
-        super().__init__(rollout.mesh)
-        self._rollout, self._config = rollout, rollout._config
+        super().__init__(rollout._config, "cpu", rollout.mesh)
+        self._rollout = rollout
         self._thread: ThreadEngine | None = None
 
     def _start(self) -> tuple[ServedEngine, dict[str, torch.Tensor]]:
@@ -227,6 +229,3 @@ class Served(ServedRollout):
             Request(request_id, texts[i], ids[i], sampling, sampled, first + i)
             for i, request_id in enumerate(request_ids)
         ]
-
-    def _check_can_release(self) -> None:
-        return

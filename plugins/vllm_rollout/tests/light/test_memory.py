@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from core.errors import Refused
-from manymesh_vllm.memory import SleepingMemory
+from core.rollout import MemoryTag
+from manymesh.parts.weight_state import RELEASE_ORDER, RESUME_ORDER, WeightState
+from manymesh_vllm.config import VllmRolloutConfig
+from manymesh_vllm.memory import check_can_sleep, sleep_steps
 
 
 class Account:
@@ -13,16 +17,32 @@ class Account:
 
     def __init__(self) -> None:
         self.held = {"weights", "kv_cache"}
-        self.valid = True  # the weights are what they were
+        self.are_weights_kept = True
         self.calls: list[object] = []
+        self.state = WeightState()
+
+    def release(self, *tags: MemoryTag) -> None:
+        """As BaseReleasingRollout does."""
+        going, released = self.state.to_release(tags), self.state.released
+        self.state.release(going)
+        for step in sleep_steps(going, released) if going else ():
+            if step.level is None:
+                self.wake_up(*step.tags)
+            else:
+                self.sleep(step.level)
+
+    def resume(self, *tags: MemoryTag) -> None:
+        if coming := self.state.to_resume(tags):
+            self.wake_up(*coming)
+            self.state.resume(coming)
 
     def sleep(self, level: int) -> None:
         assert self.held == {"weights", "kv_cache"}, "vLLM unmaps memory that it has unmapped"
         self.calls.append(level)
-        self.held, self.valid = set(), level == 1
+        self.held, self.are_weights_kept = set(), level == 1
 
-    def wake_up(self, tags: list[str]) -> None:
-        self.calls.append(tuple(tags))
+    def wake_up(self, *tags: str) -> None:
+        self.calls.append(tags)
         assert not self.held & set(tags)
         self.held |= set(tags)
 
@@ -32,50 +52,45 @@ def account() -> Account:
     return Account()
 
 
-@pytest.fixture
-def memory(account: Account) -> SleepingMemory:
-    return SleepingMemory(account, can_sleep=True)
-
-
-def test_a_worker_that_releases_all_takes_weights_first_and_the_kv_cache_last(
-    account: Account, memory: SleepingMemory
-) -> None:
-    memory.release(["weights", "kv_cache"])
-    assert (account.held, memory.asleep) == (set(), {"weights", "kv_cache"})
-    memory.resume(["weights"])
-    assert (account.held, memory.asleep) == ({"weights"}, {"kv_cache"})
-    memory.resume(["kv_cache"])
-    assert (account.held, memory.asleep) == ({"weights", "kv_cache"}, frozenset())
+def test_a_worker_that_releases_all_takes_weights_first_and_the_kv_cache_last(account: Account) -> None:
+    account.release(*RELEASE_ORDER)
+    assert (account.held, account.state.released) == (set(), {"weights", "kv_cache"})
+    account.resume("weights")
+    assert (account.held, account.state.released) == ({"weights"}, {"kv_cache"})
+    account.resume("kv_cache")
+    assert (account.held, account.state.released) == ({"weights", "kv_cache"}, frozenset())
     assert account.calls == [2, ("weights",), ("kv_cache",)]
 
 
-def test_a_kv_cache_released_alone_leaves_the_weights_valid(account: Account, memory: SleepingMemory) -> None:
-    memory.release(["kv_cache"])
-    assert (account.held, account.valid) == ({"weights"}, True)
-    memory.release(["kv_cache"])
-    memory.resume(["weights", "kv_cache"])
+def test_a_kv_cache_released_alone_leaves_the_weights_valid(account: Account) -> None:
+    account.release("kv_cache")
+    assert (account.held, account.are_weights_kept, account.state.version) == ({"weights"}, True, 0)
+    account.release("kv_cache")
+    account.resume("weights", "kv_cache")
     assert account.calls == [1, ("weights",), ("kv_cache",)]
 
 
-@pytest.mark.parametrize("first", ["weights", "kv_cache"])
-def test_what_is_released_one_after_the_other_is_all_released(
-    account: Account, memory: SleepingMemory, first: str
-) -> None:
-    [second] = {"weights", "kv_cache"} - {first}
-    memory.release([first])
+@pytest.mark.parametrize("order", [RELEASE_ORDER, RESUME_ORDER])
+def test_what_is_released_one_after_the_other_is_all_released(account: Account, order: tuple[MemoryTag, ...]) -> None:
+    first, second = order
+    account.release(first)
     assert account.held == {second}
-    memory.release([second])
-    assert (account.held, account.valid) == (set(), False)
+    account.release(second)
+    assert (account.held, account.are_weights_kept) == (set(), False)
 
 
-def test_resume_without_release_touches_nothing(account: Account, memory: SleepingMemory) -> None:
-    memory.resume(["weights", "kv_cache"])
+def test_resume_without_release_touches_nothing(account: Account) -> None:
+    account.resume("weights", "kv_cache")
     assert account.calls == []
 
 
-def test_an_engine_that_frees_nothing_refuses_to_release_and_may_resume(account: Account) -> None:
-    memory = SleepingMemory(account, can_sleep=False)
-    with pytest.raises(Refused, match="frees nothing on CPU"):
-        memory.release(["kv_cache"])
-    memory.resume(["weights", "kv_cache"])
-    assert account.calls == []
+@pytest.mark.parametrize(
+    ("device", "sleep_mode", "can"), [("cpu", True, False), ("cuda", False, False), ("cuda", True, True)]
+)
+def test_only_an_engine_on_cuda_with_sleep_mode_may_release(device: str, sleep_mode: bool, can: bool) -> None:
+    config = VllmRolloutConfig("model", sleep_mode=sleep_mode)
+    if can:
+        check_can_sleep(config, torch.device(device))
+    else:
+        with pytest.raises(Refused, match="frees nothing on CPU"):
+            check_can_sleep(config, torch.device(device))

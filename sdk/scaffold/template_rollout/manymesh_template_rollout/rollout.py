@@ -1,84 +1,65 @@
 """The rollout: plain torch, one token a step with a cache, a whole model on every rank.
 
-It samples as it is. Put your own engine in the place of `initialize` and `_continue`; the tests say whether what you
-made still is a rollout.
+It samples as it is. Put your own engine in the place of `_load_model` and `_continue`; the tests say whether the result
+is still a rollout.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from functools import cache
 from inspect import signature
 from typing import Any
 
 import torch
+from manymesh.parts.model_rollout import ModelRollout
 from manymesh.parts.padded_rows import PaddedPrompts, cut
 from manymesh.parts.pretrained import load_causal_lm
-from manymesh.parts.rollout_checks import check_tags, eos_ids, load_tokenizer, not_initialized, stop_ids, valid_version
+from manymesh.parts.rollout_checks import stop_ids
 from manymesh.parts.rollout_rows import Prompts, Responses
 from manymesh.parts.sampling import ResponseEnd, RowSampler, row_uniforms, stop_strings
-from manymesh.parts.versioned_weights import VersionedWeights
 from manymesh.parts.world_mesh import world_mesh, world_size
 from tensordict import TensorDict
 from transformers import DynamicCache
 
-from core.device import choose_device
-from core.engine import WeightSpec
-from core.mesh import RankMesh
-from core.rollout import LogProbKind, MemoryTag, SamplingParams
+from core.rollout import LogProbKind, SamplingParams
 
 from .config import TemplateRolloutConfig
 from .plan import plan
 
 
-class TemplateRollout:
-    """Meets `core.rollout.Rollout`.
+class TemplateRollout(ModelRollout):
+    """Meets `core.rollout.Rollout` and `core.rollout.ReleasingRollout`.
+
+    Versions, weight updates and memory are ModelRollout's, for a transformers model in this process. For an engine that
+    holds its weights itself take manymesh.parts.base_rollout.BaseRollout, and for one that serves
+    manymesh.parts.served_rollout.ServedRollout: each says which hooks you write.
 
     Args:
         config: options; `config.model` is the directory to load.
         device: "cpu", "cuda" or None for what the machine has.
     """
 
+    _config: TemplateRolloutConfig
+
     def __init__(self, config: TemplateRolloutConfig, device: str | None = None) -> None:
-        self._config = config
-        self._device = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
-        self._mesh = world_mesh(plan(config, world_size(), None))
-        self._tokenizer = cache(lambda: load_tokenizer(config.model))
-        self._eos: tuple[int, ...] = ()
-        self._model: Any = None
-        self._weights: VersionedWeights | None = None
+        super().__init__(config, device, world_mesh(plan(config, world_size(), None)))
 
-    @property
-    def mesh(self) -> RankMesh:
-        return self._mesh
-
-    @property
-    def weight_version(self) -> int | None:
-        return self._weights.version if self._weights else None
-
-    def initialize(self) -> None:
-        """Load the directory's weights, which are version 0.
-
-        Raises:
-            Refused: the directory holds no model.
-        """
+    def _load_model(self) -> Any:
+        """Raises Refused where the directory holds no model."""
         config = self._config
-        model = load_causal_lm(config.model, config.dtype, attn_implementation=config.attn_implementation)
-        self._eos = eos_ids(config.model)
-        self._model = model.requires_grad_(False).to(self._device)
-        self._weights = VersionedWeights(self._model)
+        return load_causal_lm(config.model, config.dtype, attn_implementation=config.attn_implementation)
 
     @torch.no_grad()
     def generate(self, prompts: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
         """See core.rollout.Rollout. Sample j of the prompt with prompt_id i draws from (sampling.seed, i, j).
 
         Raises:
-            Refused: no valid weights, or older than min_version; prompts that are empty, of another vocabulary, or that
-                leave no room in the context; stop ids or strings that the model or its tokenizer doesn't have.
+            Refused: no valid weights, or older than min_version, or the KV cache is released; prompts that are empty,
+                of another vocabulary, or that leave no room in the context; stop ids or strings that the model or its
+                tokenizer doesn't have.
             ManymeshError: the model gave logits that are not finite.
         """
-        version = self._weights.valid(min_version) if self._weights else valid_version(None, None, "not initialized")
+        version = self._ready().check_can_sample(min_version)
         asked, hf = Prompts.read(prompts), self._model.config
         asked.check(hf.vocab_size, hf.max_position_embeddings, sampling.max_new_tokens)
         ends = torch.tensor(stop_ids(sampling, self._eos, hf.vocab_size), dtype=torch.int64, device=self._device)
@@ -127,40 +108,3 @@ class TemplateRollout:
             if bool(end(ids, logits).all()):
                 break
         return ids
-
-    def release(self, tags: Sequence[MemoryTag]) -> None:
-        """Free memory. There is no cache to drop: it lives no longer than a call of generate."""
-        weights = self._loaded()
-        check_tags(tags)
-        if "weights" in tags:
-            weights.release()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def resume(self, tags: Sequence[MemoryTag]) -> None:
-        """Take memory again. Weights hold garbage then, so that weight_version stays None until a whole update."""
-        weights = self._loaded()
-        check_tags(tags)
-        if "weights" in tags:
-            weights.resume()
-
-    def begin_weight_update(self, specs: Sequence[WeightSpec], version: int) -> None:
-        self._loaded().begin(specs, version)
-
-    def load_bucket(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self._loaded().load(bucket)
-
-    def finish_weight_update(self) -> None:
-        self._loaded().finish()
-
-    def abort_weight_update(self) -> None:
-        self._loaded().abort()
-
-    def _loaded(self) -> VersionedWeights:
-        if self._weights is None:
-            raise not_initialized()
-        return self._weights
-
-    def shutdown(self) -> None:
-        """Let go of the model; `initialize()` may load it again."""
-        self._model = self._weights = None
