@@ -192,9 +192,9 @@ class Held:
             except Exception:  # a test that failed may have left anything, and has said so
                 self.close()
         if self._rollout is None:
-            self._rollout, before = self._build(), child_processes()
-            self._rollout.initialize()
-            self.processes = child_processes() - before
+            rollout, before = self._build(), child_processes()
+            rollout.initialize()  # a rollout that doesn't start is not kept for the next test
+            self._rollout, self.processes = rollout, child_processes() - before
         self.changed = False
         return self._rollout
 
