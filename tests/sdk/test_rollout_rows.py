@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from tensordict import TensorDict
 from core.batch import jagged, objects
 from core.errors import Refused
 from core.rollout import SamplingParams
-from manymesh.parts.rollout_checks import check_tags, eos_ids, stop_ids, valid_version
+from manymesh.parts.rollout_checks import check_tags, eos_ids, releasing, resume_memory, stop_ids, valid_version
 from manymesh.parts.rollout_rows import Prompts, Responses
 from manymesh.parts.row_seeds import row_keys
 
@@ -75,6 +77,42 @@ def test_weights_that_are_not_there_or_too_old_are_refused() -> None:
         valid_version(4, 5, "")
     with pytest.raises(Refused, match="optimizer"):
         check_tags(["weights", "optimizer"])
+
+
+class KeepsMemory:
+    """A rollout by its weights alone, which offers no release."""
+
+    mesh: Any = None
+    weight_version: int | None = 0
+
+    def initialize(self) -> None: ...
+    def shutdown(self) -> None: ...
+    def generate(self, prompts: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> Any: ...
+    def begin_weight_update(self, specs: Any, version: int) -> None: ...
+    def load_bucket(self, bucket: Any) -> None: ...
+    def finish_weight_update(self) -> None: ...
+    def abort_weight_update(self) -> None: ...
+
+
+class Releases(KeepsMemory):
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[str]]] = []
+
+    def release(self, tags: Sequence[str]) -> None:
+        self.calls.append(("release", list(tags)))
+
+    def resume(self, tags: Sequence[str]) -> None:
+        self.calls.append(("resume", list(tags)))
+
+
+def test_memory_is_asked_back_only_of_a_rollout_that_gives_it_away() -> None:
+    keeps, releases = KeepsMemory(), Releases()
+    with pytest.raises(Refused, match=r"cannot give its memory back[\s\S]*KeepsMemory[\s\S]*capability release"):
+        releasing(keeps)
+    resume_memory(keeps, ["weights"])  # it has it
+    releasing(releases).release(["kv_cache", "weights"])
+    resume_memory(releases, ["weights"])
+    assert releases.calls == [("release", ["kv_cache", "weights"]), ("resume", ["weights"])]
 
 
 def test_keys_differ_by_seed_prompt_and_sample_and_by_nothing_else() -> None:
