@@ -67,13 +67,7 @@ class Target:
 
 
 ENGINE_FAULTS = (engine_faults, engine_life_faults, state_faults, manifest_faults)
-ROLLOUT_FAULTS = (
-    rollout_row_faults,
-    rollout_serving_faults,
-    rollout_state_faults,
-    rollout_weight_faults,
-    state_faults,
-)
+ROLLOUT_FAULTS = (rollout_row_faults, rollout_serving_faults, rollout_state_faults, rollout_weight_faults, state_faults)
 TARGETS = {
     "engine": Target(EngineConformance, "fsdp", mutants_in(ENGINE_FAULTS)),
     "rollout": Target(RolloutConformance, "hf", mutants_in(ROLLOUT_FAULTS)),
