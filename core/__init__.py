@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors; at run time 
     from core.engine import StepInfo as StepInfo
     from core.engine import WeightSpec as WeightSpec
     from core.errors import BadAnswer as BadAnswer
+    from core.environment import Environment as Environment
+    from core.environment import Episode as Episode
     from core.errors import ConfigError as ConfigError
     from core.errors import DeadlineExceeded as DeadlineExceeded
     from core.errors import ManymeshError as ManymeshError
@@ -44,20 +46,22 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors; at run time 
     from core.manifest import Capability as Capability
     from core.manifest import Limits as Limits
     from core.manifest import Manifest as Manifest
-    from core.manifest import ModelFacts as ModelFacts
     from core.manifest import Plan as Plan
     from core.manifest import Planner as Planner
     from core.mesh import Mesh as Mesh
     from core.mesh import MeshLayout as MeshLayout
     from core.mesh import RankMesh as RankMesh
     from core.mesh import Route as Route
+    from core.model_facts import ModelFacts as ModelFacts
     from core.registry import EngineRegistry as EngineRegistry
+    from core.reward import Reward as Reward
     from core.rollout import GenerationDelta as GenerationDelta
     from core.rollout import LogProbKind as LogProbKind
     from core.rollout import ReleasingRollout as ReleasingRollout
     from core.rollout import Rollout as Rollout
     from core.rollout import RolloutServer as RolloutServer
     from core.rollout import SamplingParams as SamplingParams
+    from core.tracker import Tracker as Tracker
     from core.transfer import TransferRound as TransferRound
     from core.transfer import WeightTransfer as WeightTransfer
     from core.transport.local import LocalWorkerGroup as LocalWorkerGroup
@@ -72,13 +76,17 @@ _HOMES = {
         "BadAnswer ConfigError DeadlineExceeded ManymeshError Refused RegistryError TransferFailed WorkerFailed"
     ),
     "core.mesh": "Mesh MeshLayout RankMesh Route",
-    "core.manifest": "Capability Limits Manifest ModelFacts Plan Planner",
+    "core.manifest": "Capability Limits Manifest Plan Planner",
+    "core.model_facts": "ModelFacts",
     "core.hookspecs": "hookimpl",
     "core.config": "EngineConfig OptimizerConfig RolloutConfig structure",
     "core.loss": "LossFn LossScale LossSpec Metric",
     "core.engine": "Engine MicroResult StepInfo WeightSpec",
     "core.rollout": "GenerationDelta LogProbKind ReleasingRollout Rollout RolloutServer SamplingParams",
     "core.transfer": "TransferRound WeightTransfer",
+    "core.reward": "Reward",
+    "core.environment": "Environment Episode",
+    "core.tracker": "Tracker",
     "core.registry": "EngineRegistry",
     "core.dispatch": (
         "Dispatch DispatchMode Execute PerRank WeightedMean make_nd_compute_dataproto_dispatch_fn on_mesh register"

@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from core.errors import RegistryError
-from core.registry import EngineRegistry, Entry
+from core.registry import Backend, Entry
 
 
 @attrs.frozen
@@ -38,7 +38,7 @@ def pins(entry: Entry) -> list[Pin]:
         texts = importlib.metadata.requires(entry.distribution) or []
     except importlib.metadata.PackageNotFoundError:
         texts = []
-    if entry.manifest is not None and entry.manifest.env is None:
+    if isinstance(entry, Backend):
         texts += [group[0] for group in entry.manifest.requires if len(group) == 1]
     found = []
     for text in texts:
@@ -52,13 +52,9 @@ def pins(entry: Entry) -> list[Pin]:
 
 
 def conflicts(entries: Iterable[Entry]) -> list[tuple[Pin, Pin]]:
-    """Pairs of pins of different plugins on one distribution, of which no version satisfies both.
-
-    Plugins whose backends all have an environment of their own are left out.
-    """
-    here = [entry for entry in entries if entry.manifest is None or entry.manifest.env is None]
+    """Pairs of pins of different plugins on one distribution, of which no version satisfies both."""
     by_target: dict[str, dict[str, Pin]] = {}
-    for pin in {str(pin): pin for entry in here for pin in pins(entry)}.values():
+    for pin in {str(pin): pin for entry in entries for pin in pins(entry)}.values():
         by_target.setdefault(pin.on, {})[str(pin)] = pin
     return [
         (one, other)
@@ -102,17 +98,6 @@ def ways_out(one: Pin, other: Pin) -> str:
         f"install versions of {one.owner} and {other.owner} that agree on {one.on}; or give one of them a pool with an"
         " environment of its own (pool.python, rollout_pool.python)"
     )
-
-
-def chosen(*backends: tuple[str, str]) -> list[Entry]:
-    """The registry's entries of (kind, name), whatever their status; those that are unknown are left out."""
-    found = []
-    for kind, name in backends:
-        owner, _, bare = name.rpartition(":")
-        for entry in EngineRegistry.default().entries:
-            if (entry.kind, entry.name) == (kind, bare) and (not owner or entry.distribution == owner):
-                found.append(entry)
-    return found
 
 
 def can_agree(one: Requirement, other: Requirement) -> bool:

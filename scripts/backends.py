@@ -11,7 +11,7 @@ from pathlib import Path
 
 from core.list_engines import Option, options
 from core.manifest import Capability
-from core.registry import EngineRegistry, Entry, load
+from core.registry import Backend, EngineRegistry
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/backends.md"
@@ -48,13 +48,13 @@ def page() -> str:
     ours = {f"manymesh-{name}" for name in names}
     parts = [INTRO]
     for kind, title in (("rollout", "Rollouts"), ("engine", "Training engines")):
-        entries = [entry for entry in found if entry.kind == kind and entry.distribution in ours]
-        parts += [f"## {title}\n", *compared(entries)]
+        backends = [entry for entry in found if isinstance(entry, Backend) and entry.kind == kind]
+        parts += [f"## {title}\n", *compared([each for each in backends if each.distribution in ours])]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def compared(entries: Sequence[Entry]) -> Iterator[str]:
-    manifests = {entry.name: entry.manifest for entry in entries if entry.manifest is not None}
+def compared(backends: Sequence[Backend]) -> Iterator[str]:
+    manifests = {backend.name: backend.manifest for backend in backends}
     for name, manifest in manifests.items():
         yield f"- **{name}**: {manifest.summary}. `{', '.join(map(' or '.join, manifest.requires))}`"
     yield ""
@@ -66,7 +66,7 @@ def compared(entries: Sequence[Entry]) -> Iterator[str]:
             if any(each in manifest.capabilities for manifest in manifests.values())
         ],
     )
-    offered = {entry.name: {each.name: each for each in options(load(entry, "config"))} for entry in entries}
+    offered = {backend.name: {each.name: each for each in options(backend.load("config"))} for backend in backends}
     yield "Options and their defaults; those without one must be given.\n"
     yield from table(["option", *offered], rows(offered))
 

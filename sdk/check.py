@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from core.errors import Refused, RegistryError, did_you_mean
-from core.registry import EngineRegistry, Entry
+from core.errors import Refused
+from core.registry import Backend, EngineRegistry, Entry
 from sdk.doctor.checks import Finding
 
 SUITE = """
@@ -35,15 +35,11 @@ def check(name: str) -> Iterator[Finding]:
         RegistryError: no plugin has the name.
         Refused: pytest is not installed.
     """
-    entries = EngineRegistry.default().entries
-    named = [e for e in entries if name in (e.name, e.distribution, f"{e.distribution}:{e.name}")]
-    if not named:
-        known = {each for e in entries for each in (e.name, e.distribution)}
-        raise RegistryError(f"no plugin {name!r} is installed", mend=did_you_mean(name, known))
+    entries = EngineRegistry.default().named(name)
     if importlib.util.find_spec("pytest") is None:
         raise Refused("the conformance kit runs on pytest, which is not installed", mend="pip install pytest")
-    for entry in named:
-        if entry.kind is None:  # it came to no manifest
+    for entry in entries:
+        if not isinstance(entry, Backend):
             yield Finding(entry.name, "problem", f"is {entry.status}: {entry.reason}", entry.mend)
         elif entry.kind in ("engine", "rollout"):
             yield from _run(entry)
@@ -59,7 +55,7 @@ def _run(entry: Entry) -> list[Finding]:
     with tempfile.TemporaryDirectory() as folder, _no_other_plugins(), contextlib.redirect_stdout(sys.stderr):
         # A module name that no other has: pytest leaves it in sys.modules.
         file = Path(folder) / f"test_manifest_of_{abs(hash(entry)):x}.py"
-        file.write_text(SUITE.format(kind=entry.kind, backend=f"{entry.distribution}:{entry.name}"))
+        file.write_text(SUITE.format(kind=entry.kind, backend=entry.qualified_name))
         alone = ["-c", os.devnull, "--rootdir", folder, "-p", "sdk.conformance.plugin", "--import-mode", "importlib"]
         quiet = ["-p", "no:cacheprovider", "-p", "no:terminal"]
         status = pytest.main([*alone, *quiet, str(file)], plugins=[outcomes])

@@ -29,7 +29,7 @@ def test_a_plugin_on_the_drivers_path_alone_is_refused_by_the_worker_with_distri
     site: Path, ray_cluster: None
 ) -> None:
     install(site, "acme-toy", {"acme_toy.py": plugin(manifest("toy", "acme_toy")), "acme_toy_backend.py": BACKEND})
-    choice = EngineRegistry.discover({}).resolve("toy").choice
+    choice = EngineRegistry.discover({}).find("toy").choice
     config = TrainingWorkerConfig(backend="toy", choice=choice)
     with RayResourcePool([1], name="toy") as pool, pytest.raises(RegistryError, match="not what the driver") as raised:
         RayWorkerGroup(pool, RayClassWithInitArgs(TrainingWorker, config))
@@ -63,5 +63,5 @@ def test_the_recipe_hands_its_workers_what_its_driver_found(tmp_path: Path) -> N
     made = config.worker()
     for part, kind in ((made.actor, "engine"), (made.ref, "engine"), (made.rollout, "rollout")):
         assert part is not None
-        assert part.choice == EngineRegistry.get(part.backend, kind=kind).choice  # type: ignore[arg-type]
+        assert part.choice == EngineRegistry.get(part.backend, kind=kind).choice
         assert part.choice is not None

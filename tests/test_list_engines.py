@@ -34,6 +34,15 @@ import attrs
 from core.config import EngineConfig
 
 @attrs.frozen
+class First:
+    '''Attributes:
+        top: at the start
+            of a docstring.
+    '''
+
+    top: int = 3
+
+@attrs.frozen
 class Inner:
     '''What is within.
 
@@ -53,6 +62,7 @@ class Inner:
 class Config(EngineConfig):
     speed: Literal["slow", "fast"] = "slow"  # how fast: # or so
     inner: Inner = attrs.field(factory=Inner)
+    first: First = attrs.field(factory=First)
     late: int = attrs.field(default=attrs.Factory(lambda self: 7, takes_self=True))
 """
 
@@ -66,7 +76,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, source in BROKEN.items():
         install(folder, name, {f"{name.replace('-', '_')}.py": source}, version="7.1")
     install(folder, "next-toy", {"next_toy.py": ""}, group="manymesh.v2")
-    rich = manifest("rich", "rich_toy", requires=(("attrs>=24",), ("nobody-has-this>=2",)), env="own", summary="rich")
+    rich = manifest("rich", "rich_toy", requires=(("attrs>=24",), ("nobody-has-this>=2",)), summary="rich")
     bad = manifest("bad", "rich_toy", config="rich_toy:nowhere", summary="its options cannot be imported")
     install(folder, "rich-toy", {"rich_toy.py": plugin(rich, bad), "rich_toy_backend.py": OPTIONS}, version="2.0")
     lacking = manifest("lacking", "lacking_toy", kind="rollout", requires=(("nobody-has-this>=2",),))
@@ -193,7 +203,7 @@ def test_kind_narrows_the_listing_but_keeps_plugins_whose_kind_is_unknown(
 def test_verbose_adds_what_the_manifest_says(here: EngineRegistry, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--verbose"])
     said = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert "requires: pluggy>=1 or nobody-has-this" in said
+    assert any(line.startswith("requires: pluggy>=1 or nobody-has-this: met") for line in said)
     assert "factory: acme_toy_backend:Backend" in said
     assert "config: acme_toy_backend:Config" in said
     assert "capabilities: none" in said
@@ -246,11 +256,11 @@ def test_a_name_shows_one_plugin_in_full_with_its_options_types_defaults_and_hel
     said = [" ".join(line.split()) for line in shown(capsys, "rich").splitlines()]
     assert said[0] == "engine rich: rich"
     assert "distribution: rich-toy 2.0" in said
-    assert "environment: own" in said
     assert "requires: attrs>=24: met (attrs" in " ".join(said)
     assert "model str required directory of a Hugging Face checkpoint" in said
     assert "speed Literal['slow', 'fast'] = 'slow' how fast: # or so" in said
     assert "inner.high int = 2 bounds, both of them." in said
+    assert "first.top int = 3 at the start of a docstring." in said
     assert "inner.undocumented Mapping[str, Any] = {}" in said
     assert "optimizer.max_grad_norm float = 1.0 0: no clipping" in said
 
@@ -290,9 +300,42 @@ def test_in_full_too_requirements_are_said_to_be_met_or_not_and_broken_plugins_s
     assert "Traceback" in said
 
 
+def test_a_kind_that_core_does_not_know_is_listed_as_such_and_is_healthy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quiz = manifest("quiz", "acme_quiz", kind="examiner", summary="asks questions")
+    install(tmp_path, "acme-quiz", {"acme_quiz.py": plugin(quiz), "acme_quiz_backend.py": BACKEND})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (entry,) = json.loads(shown(capsys, "--kind", "examiner", "--json", "acme-quiz", "--strict"))["entries"]
+    assert (entry["kind"], entry["status"]) == ("examiner", "ok")
+    assert entry["reason"] == "nothing in manymesh asks for a backend of this kind"
+    assert "nothing in manymesh asks" in shown(capsys, "--kind", "examiner")
+    assert "asks questions" in shown(capsys, "quiz")
+    assert "quiz" not in shown(capsys, "--kind", "engine")
+    with pytest.raises(SystemExit, match="2"):
+        main(["--kind", "examinr"])
+    assert "did you mean 'examiner'?" in capsys.readouterr().err
+    forget(tmp_path)
+
+
+def test_a_terminal_gets_long_texts_folded_to_its_width(
+    here: EngineRegistry, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("NO_COLOR", "1")
+    wide = shown(capsys)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    narrow = shown(capsys)
+    assert max(map(len, wide.splitlines())) > 120
+    assert max(map(len, narrow.splitlines())) <= 120
+    assert wide.split() == narrow.split()
+
+
 def test_an_unknown_name_exits_2_with_the_nearest(here: EngineRegistry, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ritch"]) == 2
-    assert "no plugin 'ritch' is installed; did you mean 'rich'?" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no plugin 'ritch' is installed" in said
+    assert "did you mean 'rich'?" in said
 
 
 def test_every_plugin_of_this_environment_can_be_shown_in_full(capsys: pytest.CaptureFixture[str]) -> None:

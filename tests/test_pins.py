@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 
 from core.errors import RegistryError
 from core.registry import EngineRegistry, Entry
-from manymesh.pins import can_agree, check_together, chosen, conflicts, pins, unmet
+from manymesh.pins import can_agree, check_together, conflicts, pins, unmet
 from tests.fake_distributions import forget, install, manifest, plugin
 
 
@@ -93,12 +93,6 @@ def test_pins_of_a_manifest_count_and_alternatives_do_not(site: Path) -> None:
     assert conflicts(found("dist-a", "dist-c")) == []
 
 
-def test_a_backend_with_an_environment_of_its_own_conflicts_with_nobody(site: Path) -> None:
-    install_needing(site, "dist-a", "torch==2.4")
-    install_needing(site, "dist-b", "torch>=2.6", env="own")
-    check_together(found("dist-a", "dist-b"))
-
-
 def test_one_plugins_own_pins_and_two_backends_of_one_distribution_are_no_conflict(site: Path) -> None:
     both = [manifest(name, "dist_a", requires=(("torch==2.4",),)) for name in ("x", "y")]
     install(site, "dist-a", {"dist_a.py": plugin(*both)})
@@ -117,10 +111,3 @@ def test_this_projects_own_plugins_can_share_an_environment() -> None:
     assert len({entry.distribution for entry in entries}) >= 3
     assert all(pins(entry) for entry in entries)
     check_together(entries)
-
-
-def test_chosen_takes_names_as_users_write_them() -> None:
-    assert [entry.name for entry in chosen(("engine", "fsdp"), ("rollout", "manymesh-hf:hf"), ("engine", "gone"))] == [
-        "fsdp",
-        "hf",
-    ]

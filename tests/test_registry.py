@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import asyncio
+import importlib.machinery
+import importlib.util
 import json
 import os
 import pickle
@@ -11,14 +13,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
 
 import core
+from core._plugins.shadow import check_packages
 from core.errors import ConfigError, Refused, RegistryError
-from core.manifest import Manifest
-from core.registry import Choice, EngineRegistry, Entry, Status, check_core
+from core.registry import Backend, Choice, EngineRegistry, Entry, Status
 from tests.fake_distributions import BACKEND, HEADER, forget, install, manifest, plugin
 
 
@@ -60,7 +63,7 @@ def test_an_installed_plugin_is_found_and_nothing_of_its_backend_is_imported(sit
     install_toy(site, summary="a toy")
     entry = only("acme-toy")
     assert (entry.kind, entry.name, entry.status, entry.version) == ("engine", "toy", Status.OK, "1.0")
-    assert entry.manifest is not None
+    assert isinstance(entry, Backend)
     assert entry.manifest.summary == "a toy"
     assert "acme_toy" in sys.modules
     assert "acme_toy_backend" not in sys.modules
@@ -109,10 +112,10 @@ def test_a_broken_plugin_is_listed_with_its_error_and_hurts_nobody_else(site: Pa
     assert (broken.status, broken.kind, broken.name, broken.version) == (Status.BROKEN, None, "brk", "7.1")
     assert broken.reason.startswith(said)
     assert "broken-toy" in broken.mend
-    assert registry.resolve("toy").status is Status.OK
+    assert registry.find("toy").status is Status.OK
     for name in ("brk", "broken-toy", "broken-toy:anything"):
         with pytest.raises(RegistryError, match=r"broken-toy 7\.1 is broken") as raised:
-            registry.resolve(name)
+            registry.find(name)
         assert raised.value.__cause__ is broken.error
         assert raised.value.mend == broken.mend
 
@@ -144,7 +147,7 @@ def test_a_plugin_of_another_api_is_incompatible_and_not_imported(site: Path) ->
     assert entry.mend == "pip install --upgrade manymesh"
     assert "next_toy" not in sys.modules
     with pytest.raises(RegistryError, match="incompatible: speaks plugin API 2"):
-        discovered().resolve("next")
+        discovered().find("next")
 
 
 def test_a_plugin_that_speaks_several_apis_is_used_by_ours(site: Path) -> None:
@@ -158,10 +161,10 @@ def test_manymesh_plugins_limits_what_is_imported(site: Path) -> None:
     install_toy(site)
     install_toy(site, name="other", distribution="acme-other")
     registry = discovered(MANYMESH_PLUGINS=" Acme_Toy ,")
-    assert registry.resolve("toy").status is Status.OK
+    assert registry.find("toy").status is Status.OK
     assert "acme_other" not in sys.modules
     with pytest.raises(RegistryError, match="disabled: MANYMESH_PLUGINS leaves it out") as raised:
-        registry.resolve("acme-other")
+        registry.find("acme-other")
     assert "add acme-other to MANYMESH_PLUGINS" in raised.value.mend
 
 
@@ -223,20 +226,15 @@ def test_requirements_are_all_of_groups_of_any_of(
     assert (entry.reason, entry.mend) == (reason, mend)
     if reason:
         with pytest.raises(RegistryError, match="missing-dependency: needs") as raised:
-            discovered().resolve("toy")
+            discovered().find("toy")
         assert raised.value.mend == mend
-
-
-def test_requirements_of_a_backend_with_an_environment_of_its_own_are_not_looked_for_here(site: Path) -> None:
-    install_toy(site, requires=(("nobody-has-this",),), env="own")
-    assert only("acme-toy").status is Status.OK
 
 
 def test_a_backend_for_workers_elsewhere_may_lack_here_what_it_requires(site: Path) -> None:
     install_toy(site, requires=(("nobody-has-this",),))
     with pytest.raises(RegistryError, match="missing-dependency"):
-        discovered().resolve("toy")
-    assert discovered().resolve("toy", elsewhere=True).status is Status.MISSING_DEPENDENCY
+        discovered().find("toy")
+    assert discovered().find("toy", elsewhere=True).status is Status.MISSING_DEPENDENCY
 
 
 # --- shadows -------------------------------------------------------------------------------------------------------
@@ -262,7 +260,7 @@ def test_a_users_folder_or_file_that_hides_a_plugin_is_named_and_not_imported(
     assert entry.reason == f"{intruder} would be imported, which is not part of acme-toy"
     assert str(intruder) in entry.mend
     with pytest.raises(RegistryError, match="is shadowed"):
-        discovered().resolve("toy")
+        discovered().find("toy")
 
 
 def editable(project: Path) -> str:
@@ -317,35 +315,54 @@ def test_a_portion_of_a_namespace_package_is_at_home(site: Path, monkeypatch: py
     assert only("acme-toy").status is Status.OK
 
 
-def test_the_core_of_another_place_than_the_installed_distribution_is_refused(site: Path) -> None:
-    check_core()
-    install(site, "manymesh", {"core/__init__.py": ""}, version="9.0", points={})
-    here = Path(core.__file__).parent
+@pytest.mark.parametrize("package", ["core", "manymesh", "sdk"])
+def test_a_package_of_another_place_than_the_installed_distribution_is_refused(
+    site: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    check_packages()
+    install(site, "manymesh", {f"{name}/__init__.py": "" for name in ("core", "manymesh", "sdk")}, version="9.0")
+    (site / "manymesh-9.0.dist-info/entry_points.txt").unlink()
+
+    def find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
+        folder = (user if name == package else site) / name
+        return importlib.util.spec_from_file_location(
+            name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+
+    monkeypatch.setattr("core._plugins.shadow.importlib.util.find_spec", find_spec)
+    user = site.parent / "user"
+    (user / package).mkdir(parents=True)
     with pytest.raises(RegistryError, match=r"not part of the installed manymesh 9\.0") as raised:
-        check_core()
-    assert raised.value.have == str(here)
-    assert raised.value.want == str(site / "core")
+        check_packages()
+    assert raised.value.have == str(user / package)
+    assert raised.value.want == str(site / package)
     entry = only("manymesh")
-    assert (entry.name, entry.status, entry.version) == ("core", Status.SHADOWED, "9.0")
-    assert str(here) in entry.reason
+    assert (entry.name, entry.status, entry.version) == (package, Status.SHADOWED, "9.0")
+    assert str(user / package) in entry.reason
 
 
-def test_an_installed_core_is_at_home_until_a_copy_of_it_comes_first(site: Path) -> None:
+def test_installed_packages_are_at_home_until_a_copy_of_one_comes_first(site: Path) -> None:
     here = Path(core.__file__).parent
     sources = {f"core/{file.relative_to(here)}": file.read_text() for file in here.rglob("*.py")}
+    sources |= {"manymesh/__init__.py": "", "sdk/__init__.py": ""}
     install(site, "manymesh", sources, version="9.0", points={})
-    user = site.parent / "user"
-    shutil.copytree(site / "core", user / "core")
-    script = "import core, core.registry; print(core.__file__); core.registry.check_core(); print('at home')"
+    script = (
+        "import core; from core._plugins.shadow import check_packages; print(core.__file__); check_packages();"
+        " print('at home')"
+    )
 
     def run(*path: Path) -> subprocess.CompletedProcess[str]:
         env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
         return subprocess.run([sys.executable, "-c", script], env=env, cwd=site.parent, capture_output=True, text=True)
 
-    fine, hidden = run(site), run(user, site)
+    fine = run(site)
     assert fine.stdout.splitlines() == [str(site / "core/__init__.py"), "at home"], fine.stderr
-    assert hidden.stdout.splitlines() == [str(user / "core/__init__.py")]
-    assert f"{user / 'core'} is imported, which is not part of the installed manymesh 9.0" in hidden.stderr
+    for package, loaded in (("core", "user-core"), ("sdk", "site")):
+        user = site.parent / f"user-{package}"
+        shutil.copytree(site / package, user / package)
+        hidden = run(user, site)
+        assert hidden.stdout.splitlines() == [str(site.parent / loaded / "core/__init__.py")]
+        assert f"{user / package} is imported, which is not part of the installed manymesh 9.0" in hidden.stderr
 
 
 # --- asking --------------------------------------------------------------------------------------------------------
@@ -357,21 +374,44 @@ def test_two_distributions_of_one_name_are_both_listed_and_must_be_qualified(sit
     registry = discovered()
     assert [entry.distribution for entry in registry.entries if entry.name == "toy"] == ["dist-a", "dist-b"]
     with pytest.raises(RegistryError, match="'toy' is ambiguous") as raised:
-        registry.resolve("toy")
+        registry.find("toy")
     assert raised.value.mend == "ask for dist-a:toy or dist-b:toy"
-    assert registry.resolve("dist-a:toy").distribution == "dist-a"
-    assert registry.resolve("Dist_B:toy").distribution == "dist-b"
+    assert registry.find("dist-a:toy").distribution == "dist-a"
+    assert registry.find("Dist_B:toy").distribution == "dist-b"
+    assert registry.find("Dist_B").distribution == "dist-b"
+
+
+def names_of(entries: list[Entry]) -> list[str]:
+    return [entry.qualified_name for entry in entries]
+
+
+def test_one_rule_says_what_a_name_means(site: Path) -> None:
+    """Also to the listing, `sdk check` and `sdk doctor`: they ask `named`."""
+    several = [manifest("toy", "acme_toy"), manifest("toy", "acme_toy", kind="rollout"), manifest("top", "acme_toy")]
+    install(site, "Acme.Toy", {"acme_toy.py": plugin(*several)})
+    install_toy(site, name="acme-toy", distribution="other")
+    install(site, "broken-toy", {"broken_toy.py": "1/0"}, points={"brk": "broken_toy"})
+    registry = discovered()
+    assert names_of(registry.named("toy")) == ["acme-toy:toy", "acme-toy:toy"]
+    assert names_of(registry.named("toy", "rollout")) == ["acme-toy:toy"]
+    assert names_of(registry.named("Acme_Toy:top")) == ["acme-toy:top"]
+    assert names_of(registry.named("ACME.toy")) == ["acme-toy:top", "acme-toy:toy", "acme-toy:toy"], "a distribution"
+    assert names_of(registry.named("acme-toy")) == ["other:acme-toy"], "a backend of that name goes first"
+    assert registry.find("ACME.toy", "rollout").name == "toy"
+    for name in ("brk", "Broken_Toy", "broken-toy:brk", "broken-toy:any"):
+        assert names_of(registry.named(name)) == ["broken-toy:brk"], "any of its backends may have been meant"
+    for name in ("acme-toy:gone", "gone:toy", "Toy", ":toy:"):
+        with pytest.raises(RegistryError, match=f"no plugin '{name}' is installed"):
+            registry.named(name)
 
 
 def test_one_name_may_have_a_backend_for_each_device_and_model_type(site: Path) -> None:
     both = [manifest("toy", "acme_toy", devices={device}) for device in ("cpu", "cuda")]
     install(site, "acme-toy", {"acme_toy.py": plugin(*both)})
     registry = discovered()
-    chosen = registry.resolve("toy", device="cuda").manifest
-    assert chosen is not None
-    assert chosen.devices == {"cuda"}
+    assert registry.find("toy", device="cuda").manifest.devices == {"cuda"}
     with pytest.raises(RegistryError, match="ambiguous") as raised:
-        registry.resolve("toy")
+        registry.find("toy")
     assert "device cpu" in raised.value.mend
     assert "device cuda" in raised.value.mend
 
@@ -379,11 +419,11 @@ def test_one_name_may_have_a_backend_for_each_device_and_model_type(site: Path) 
 def test_what_a_backend_does_not_offer_is_refused_with_what_it_offers(site: Path) -> None:
     install_toy(site, devices={"cuda"}, vendors={"nvidia"}, model_types={"value_model"})
     registry = discovered()
-    assert registry.resolve("toy", "engine", "value_model", "cuda:1", "nvidia").name == "toy"
+    assert registry.find("toy", "engine", "value_model", "cuda:1", "nvidia").name == "toy"
     asked = {"device": "cpu", "vendor": "amd", "model_type": "language_model"}
     for key, value in asked.items():
         with pytest.raises(RegistryError, match=f"'toy' is not for {key.replace('_', ' ')} '{value}'") as raised:
-            registry.resolve("toy", **{key: value})  # type: ignore[arg-type]
+            registry.find("toy", **{key: value})  # type: ignore[arg-type]
         assert raised.value.want == "model type value_model, device cuda, vendor nvidia"
 
 
@@ -393,21 +433,21 @@ def test_an_unknown_name_is_refused_with_the_nearest_and_what_is_there(site: Pat
     install(site, "broken-toy", {"broken_toy.py": "raise OSError('disk')"})
     registry = discovered()
     with pytest.raises(RegistryError, match="there is no engine 'sproket'") as raised:
-        registry.resolve("sproket")
+        registry.find("sproket")
     assert raised.value.mend == "did you mean 'sprocket'?"
     assert "sprocket" in str(raised.value.have)
     assert "broken-toy 1.0 (broken: OSError: disk)" in str(raised.value.have), "it may be the one that was meant"
     with pytest.raises(RegistryError) as raised:
-        registry.resolve("gadget")
+        registry.find("gadget")
     assert raised.value.mend == "it is a rollout: ask with kind='rollout'"
     with pytest.raises(RegistryError) as raised:
-        registry.resolve("acme-toy:sproket")
+        registry.find("acme-toy:sproket")
     assert raised.value.mend == "did you mean 'acme-toy:sprocket'?"
     with pytest.raises(RegistryError, match="no kind 'engin'") as raised:
-        registry.resolve("sprocket", kind="engin")  # type: ignore[arg-type]
+        registry.find("sprocket", kind="engin")
     assert raised.value.mend == "did you mean 'engine'?"
     with pytest.raises(RegistryError) as raised:
-        EngineRegistry(()).resolve("toy")
+        EngineRegistry(()).find("toy")
     assert "install a plugin" in raised.value.mend
 
 
@@ -417,28 +457,25 @@ def test_an_unknown_name_is_refused_with_the_nearest_and_what_is_there(site: Pat
 def test_build_structures_the_options_and_imports_only_the_chosen_backend(site: Path) -> None:
     install_toy(site)
     install_toy(site, name="other", distribution="acme-other")
-    built = discovered().build("language_model", "toy", {"learning_rate": 1}, device="cpu")
+    built = discovered().find("toy").build({"learning_rate": 1}, "cpu")
     assert (built.config.model, built.config.learning_rate, built.device) == ("tiny", 1.0, "cpu")
     assert "acme_other_backend" not in sys.modules
-    again = discovered().build(None, "toy", attrs.evolve(built.config, model="big"))
+    again = discovered().find("toy").build(attrs.evolve(built.config, model="big"))
     assert (again.config.model, again.device) == ("big", None)
 
 
 def test_a_backend_of_several_model_types_is_told_which_was_asked_for(site: Path) -> None:
     install_toy(site, model_types={"language_model", "value_model"}, factory="acme_toy_both:make")
     (site / "acme_toy_both.py").write_text("def make(config, device, model_type): return model_type")
-    registry = discovered()
-    assert [registry.build(each, "toy", {}) for each in ("value_model", "language_model", None)] == [
-        "value_model",
-        "language_model",
-        None,
-    ]
+    backend = discovered().find("toy")
+    for model_type in ("value_model", "language_model", None):
+        assert backend.build({}, model_type=model_type) == model_type
 
 
 def test_a_wrong_option_is_refused_with_path_and_nearest_name(site: Path) -> None:
     install_toy(site)
     with pytest.raises(ConfigError, match="unknown key 'learning_rat'") as raised:
-        discovered().build(None, "toy", {"learning_rat": 1})
+        discovered().find("toy").build({"learning_rat": 1})
     assert raised.value.mend == "did you mean 'learning_rate'?"
     assert "engine 'toy'" in raised.value.where
 
@@ -453,7 +490,7 @@ def test_a_factory_that_cannot_be_imported_is_refused_with_the_cause(
     install_toy(site, factory="acme_toy_factory:make")
     (site / "acme_toy_factory.py").write_text(source)
     with pytest.raises(RegistryError, match=r"factory of engine 'toy' of acme-toy 1\.0 cannot be imported") as raised:
-        discovered().build(None, "toy", {})
+        discovered().find("toy").build({})
     assert isinstance(raised.value.__cause__, cause)
     assert raised.value.where == "acme_toy_factory:make"
 
@@ -461,32 +498,119 @@ def test_a_factory_that_cannot_be_imported_is_refused_with_the_cause(
 def test_a_choice_is_checked_in_the_process_that_builds_it(site: Path) -> None:
     install_toy(site)
     registry = discovered()
-    choice = pickle.loads(pickle.dumps(registry.resolve("toy").choice))
+    choice = pickle.loads(pickle.dumps(registry.find("toy").choice))
     assert choice == Choice("engine", "toy", "acme-toy", "1.0")
-    assert registry.build(None, "toy", {}, expect=choice).config.model == "tiny"
+    registry.find("toy").check(choice)
+    assert registry.find("toy", expect=choice).choice == choice
 
     with pytest.raises(RegistryError, match="not what the driver chose") as raised:
-        registry.build(None, "toy", {}, expect=attrs.evolve(choice, version="1.1"))
+        registry.find("toy", expect=attrs.evolve(choice, version="1.1"))
     assert raised.value.have == "engine 'toy' of acme-toy 1.0"
     assert raised.value.want == "engine 'toy' of acme-toy 1.1"
     assert f"process {os.getpid()} on" in raised.value.where
     assert raised.value.mend == "pip install acme-toy==1.1 on every node"
 
+    gone = Choice("engine", "gone", "acme-gone", "1.0")
     with pytest.raises(RegistryError) as raised:
-        registry.verify(Choice("engine", "toy", "acme-gone", "1.0"))
+        registry.find("gone", expect=gone)
     assert raised.value.have == "no distribution acme-gone"
+    assert raised.value.mend == "pip install acme-gone==1.0 on every node"
 
     install_toy(site, name="other", distribution="acme-other")
-    with pytest.raises(RegistryError, match="not what the driver chose"):
-        discovered().build(None, "other", {}, expect=choice)
+    with pytest.raises(RegistryError, match="not what the driver chose") as raised:
+        discovered().find("other", expect=choice)
+    assert raised.value.mend == "ask for acme-toy:toy"
 
 
 def test_a_choice_that_is_broken_in_this_process_is_refused_with_its_reason(site: Path) -> None:
     install_toy(site, requires=(("nobody-has-this",),))
     with pytest.raises(RegistryError, match="not what the driver chose") as raised:
-        discovered().verify(Choice("engine", "toy", "acme-toy", "1.0"))
+        discovered().find("toy", expect=Choice("engine", "toy", "acme-toy", "1.0"))
     assert "nobody-has-this is not installed" in str(raised.value.have)
     assert raised.value.mend == "pip install nobody-has-this"
+
+
+OTHERS = """
+import attrs
+from core import Episode
+
+@attrs.frozen
+class Config:
+    scale: float = 1.0
+
+@attrs.frozen
+class LengthReward:
+    config: Config
+
+    def __call__(self, completions, rows):
+        return [self.config.scale * len(text) for text in completions]
+
+@attrs.frozen
+class OneQuestion:
+    config: Config
+
+    async def run(self, client, row):
+        return Episode(float(await client(row["question"]) == row["answer"]), {"turns": 1.0})
+
+@attrs.define
+class Memory:
+    config: Config
+    steps: list = attrs.field(factory=list)
+
+    def start(self, directory, run, step):
+        self.steps = [step]
+
+    def log(self, step, metrics, samples=()):
+        self.steps.append((step, metrics["loss"] * self.config.scale))
+
+    def close(self):
+        self.steps.append("closed")
+"""
+
+
+def install_others(site: Path, kind: str, cls: str) -> Any:
+    offered = manifest("mine", "acme_others", kind=kind, factory=f"acme_others_backend:{cls}")
+    install(site, "acme-others", {"acme_others.py": plugin(offered), "acme_others_backend.py": OTHERS})
+    (entry,) = entries("acme-others")
+    assert (entry.kind, entry.status, entry.mend) == (kind, Status.OK, "")
+    assert "acme_others_backend" not in sys.modules
+    return discovered().find("mine", kind).build({"scale": 2})
+
+
+def test_a_reward_of_a_plugin_is_listed_and_built_from_its_options(site: Path) -> None:
+    reward: core.Reward = install_others(site, "reward", "LengthReward")
+    assert reward(["a", "abc"], [{}, {}]) == [2.0, 6.0]
+
+
+def test_an_environment_of_a_plugin_is_listed_and_built_from_its_options(site: Path) -> None:
+    environment: core.Environment = install_others(site, "environment", "OneQuestion")
+
+    async def client(question: str) -> str:
+        return question.upper()
+
+    episode = asyncio.run(environment.run(client, {"question": "x", "answer": "X"}))
+    assert episode == core.Episode(1.0, {"turns": 1.0})
+
+
+def test_a_tracker_of_a_plugin_is_listed_and_built_from_its_options(site: Path) -> None:
+    tracker: Any = install_others(site, "tracker", "Memory")
+    tracked: core.Tracker = tracker
+    tracked.start(site, {}, 4)
+    tracked.log(5, {"loss": 0.5})
+    tracked.close()
+    assert tracker.steps == [4, (5, 1.0), "closed"]
+
+
+def test_a_kind_that_core_does_not_know_can_be_found_and_built(site: Path) -> None:
+    """With a config class or without, as somebody else's recipe needs it."""
+    reward = install_others(site, "examiner", "LengthReward")
+    assert reward.config.scale == 2.0
+    bare = manifest("bare", "acme_bare", kind="examiner", config=None, factory="builtins:dict")
+    install(site, "acme-bare", {"acme_bare.py": plugin(bare)})
+    assert discovered().find("bare", "examiner").build({"any": "thing"}) == {"any": "thing"}
+    with pytest.raises(RegistryError) as raised:
+        discovered().find("bare", "examinr")
+    assert raised.value.mend == "did you mean 'examiner'?"
 
 
 PLANNER = """
@@ -498,7 +622,7 @@ def plan(config, world_size, model):
     if world_size % 2:
         raise Refused("odd worlds are not for this toy", have=world_size, want="2, 4, ...")
     layout = MeshLayout(("dp", "tp"), (world_size // 2, 2))
-    return Plan({"dense": layout}, layout.route(("dp",), {"tp": 0}))
+    return Plan(layout, layout.route(("dp",), {"tp": 0}))
 
 def nonsense(config, world_size, model):
     return 7
@@ -511,16 +635,17 @@ def test_a_plan_comes_from_the_manifests_planner_without_building_anything(site:
     source = plugin(*(manifest(name, "acme_toy", **more) for name, more in offers.items()))
     install(site, "acme-toy", {"acme_toy.py": source} | sources)
     registry = discovered()
-    plan = registry.plan("toy", {}, 4, None)
+    toy = registry.find("toy")
+    plan = toy.plan({}, 4, None)
     assert plan is not None
     assert plan.route.dp_ranks == (0, 0, 1, 1)
     with pytest.raises(Refused, match="odd worlds"):
-        registry.plan("toy", {}, 3, None)
+        toy.plan({}, 3, None)
     with pytest.raises(ConfigError):
-        registry.plan("toy", {"modle": "x"}, 4, None)
+        toy.plan({"modle": "x"}, 4, None)
     with pytest.raises(RegistryError, match="gives no Plan"):
-        registry.plan("bad", {}, 4, None)
-    assert registry.plan("none", {}, 4, None) is None
+        registry.find("bad").plan({}, 4, None)
+    assert registry.find("none").plan({}, 4, None) is None
 
 
 def test_the_class_asks_one_registry_that_is_discovered_once(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,8 +653,8 @@ def test_the_class_asks_one_registry_that_is_discovered_once(site: Path, monkeyp
     install_toy(site)
     registry = discovered()
     monkeypatch.setattr("core.registry._default", lambda: registry)
-    entry = EngineRegistry.get("toy")
-    assert isinstance(entry.manifest, Manifest)
-    assert EngineRegistry.new("language_model", "toy", {}, device="cpu", expect=entry.choice).device == "cpu"
+    backend = EngineRegistry.get("toy")
+    assert backend in registry.entries
+    assert EngineRegistry.new("language_model", "toy", {}, device="cpu", expect=backend.choice).device == "cpu"
     with pytest.raises(RegistryError, match="no rollout 'toy'"):
         EngineRegistry.get("toy", kind="rollout")

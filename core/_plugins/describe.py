@@ -1,18 +1,13 @@
-"""One backend in full: what it offers, its options, what it requires, and whether that is met. Imports no backend."""
+"""The options of a config class, with types, defaults and the help that its sources give."""
 
 from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any, get_type_hints
 
 import attrs
-
-from core._plugins.discovery import Entry, requirements
-from core.errors import RegistryError
-from core.registry import load
 
 
 @attrs.frozen
@@ -30,8 +25,8 @@ def options(cls: Any, prefix: str = "") -> Iterator[Option]:
     comment behind the field."""
     hints = get_type_hints(cls)
     helps: dict[str, str] = {}
-    for each in reversed(cls.__mro__[:-1]):
-        helps |= _comments(each) | _attributes(each)
+    for base in reversed(cls.__mro__[:-1]):
+        helps |= _comments(base) | _attributes(base.__doc__ or "")
     for field in attrs.fields(cls):
         hint, default = hints[field.name], field.default
         if isinstance(default, attrs.Factory) and not default.takes_self:  # type: ignore[arg-type]
@@ -49,34 +44,13 @@ def _comments(cls: type) -> dict[str, str]:
         source = inspect.getsource(cls)
     except (OSError, TypeError):  # installed without sources
         return {}
-    return dict(re.findall(r"^    (\w+):[^\n]*?  # (.+)$", source, re.MULTILINE))
+    return dict(re.findall(r"^ +(\w+):[^\n]*?  # (.+)$", source, re.MULTILINE))
 
 
-def _attributes(cls: type) -> dict[str, str]:
-    section = re.split(r"\n(?=\S)", inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2])[0]
-    found = re.findall(r"^ {4}([\w, ]+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
-    return {name: " ".join(text.split()) for names, text in found for name in names.split(", ")}
-
-
-def describe(entry: Entry) -> dict[str, Any]:
-    """What the listing's JSON has of an entry beyond the table: see its keys. Without a manifest, nothing."""
-    manifest = entry.manifest
-    if manifest is None:
+def _attributes(docstring: str) -> dict[str, str]:
+    """Help by name, from the lines under "Attributes:". The section ends where the indent of its first line does."""
+    body = re.search(r"^ *Attributes:\n(( *)[\w, ]+: (?:.*\n?(?:\2.*|\s*)\n?)*)", docstring, re.MULTILINE)
+    if body is None:
         return {}
-    found, problem = None, ""
-    if manifest.config is not None:
-        try:
-            found = [attrs.asdict(option) for option in options(load(entry, "config"))]
-        except (RegistryError, attrs.exceptions.NotAnAttrsClassError, NameError) as error:
-            problem = str(error)
-    needs = [{"any_of": list(group), "have": have, "met": met} for group, have, met in requirements(manifest)]
-    return {
-        "summary": manifest.summary,
-        "vendors": sorted(manifest.vendors),
-        "requires": needs,
-        "environment": manifest.env or sys.prefix,
-        "config": manifest.config,
-        "planner": manifest.planner,
-        "options": found,
-        "options_error": problem,
-    }
+    texts = re.findall(rf"^{body[2]}([\w, ]+): (.*(?:\n{body[2]} +.*)*)", body[1], re.MULTILINE)
+    return {name: " ".join(text.split()) for names, text in texts for name in names.split(", ")}

@@ -16,17 +16,17 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def world_mesh(planned: Plan, layout: str = "dense") -> RankMesh:
-    """This rank's place in a plan's layout of one axis.
+def world_mesh(planned: Plan) -> RankMesh:
+    """This rank's place in the layout of a plan, which has one axis.
 
     Its `group` is the default process group, and raises Refused for another axis, or where there is no such group.
     """
-    chosen = planned.layouts[layout]
+    layout = planned.layout
 
     def group(*axes: str) -> Any:
-        if axes != chosen.axes:
-            raise Refused("the mesh has no such axes", have=axes, want=chosen.axes, where=str(chosen))
+        if axes != layout.axes:
+            raise Refused("the mesh has no such axes", have=axes, want=layout.axes, where=str(layout))
         return dist.group.WORLD
 
     open_ = dist.is_initialized()
-    return RankMesh(chosen, dist.get_rank() if open_ else 0, planned.route, group if open_ else None)
+    return RankMesh(layout, dist.get_rank() if open_ else 0, planned.route, group if open_ else None)

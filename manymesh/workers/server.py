@@ -66,11 +66,11 @@ class RolloutServerWorker(RolloutWorker):
         Raises:
             Refused: the backend doesn't serve.
         """
-        manifest = EngineRegistry.get(self.config.backend, kind="rollout").manifest
-        if manifest is not None and Capability.SERVER not in manifest.capabilities:
+        capabilities = EngineRegistry.get(self.config.backend, kind="rollout").manifest.capabilities
+        if Capability.SERVER not in capabilities:
             raise Refused(
                 f"the rollout {self.config.backend!r} doesn't serve requests",
-                have=sorted(manifest.capabilities),
+                have=sorted(capabilities),
                 want=Capability.SERVER,
                 mend="choose another backend, or RolloutWorker",
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any, ClassVar, TypeVar
 import attrs
 import pytest
 
-from core.config import structure
-from core.errors import RegistryError
-from core.manifest import Capability, Kind, Manifest, ModelFacts, Plan
-from core.registry import EngineRegistry, Entry, Status
+from core.manifest import Capability, Kind, Manifest, Plan
+from core.model_facts import ModelFacts
+from core.registry import Backend, EngineRegistry
 
 T = TypeVar("T")
 Test = TypeVar("Test", bound=Callable[..., Any])
@@ -106,28 +104,17 @@ class Conformance:
     # What is tested
 
     @classmethod
-    def entry(cls) -> Entry:
+    def entry(cls) -> Backend:
         """The registry's entry, also of a backend that lacks a dependency.
 
         Raises:
             RegistryError: unknown, ambiguous or without a manifest.
         """
-        found = EngineRegistry.default()
-        owner, _, name = cls.backend.rpartition(":")
-        named = [
-            entry
-            for entry in found.entries
-            if (entry.kind, entry.name) == (cls.kind, name) and (not owner or entry.distribution == owner)
-        ]
-        lacking = len(named) == 1 and named[0].status is Status.MISSING_DEPENDENCY
-        return named[0] if lacking else found.resolve(cls.backend, cls.kind)
+        return EngineRegistry.default().find(cls.backend, cls.kind, elsewhere=True)
 
     @classmethod
     def manifest(cls) -> Manifest:
-        manifest = cls.entry().manifest
-        if manifest is None:  # pragma: no cover
-            raise RegistryError(f"{cls.kind} {cls.backend!r} has no manifest")
-        return manifest
+        return cls.entry().manifest
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
@@ -135,7 +122,7 @@ class Conformance:
 
     @classmethod
     def config_class(cls) -> Any:
-        return pkgutil.resolve_name(str(cls.manifest().config))
+        return cls.entry().load("config")
 
     @classmethod
     def has_option(cls, name: str) -> bool:
@@ -144,13 +131,8 @@ class Conformance:
     @classmethod
     def planned(cls, world_size: int, model: str | None = None, **options: Any) -> Plan | None:
         """What the planner answers; None without a planner. Raises Refused as the planner does."""
-        manifest = cls.manifest()
-        if manifest.planner is None:
-            return None
         data = {"model": model or "model", **cls.config, **options}
-        facts = ModelFacts.read(model) if model else None
-        made: Plan = pkgutil.resolve_name(manifest.planner)(structure(cls.config_class(), data), world_size, facts)
-        return made
+        return cls.entry().plan(data, world_size, ModelFacts.read(model) if model else None)
 
     @classmethod
     def worlds_used(cls) -> tuple[int, ...]:

@@ -198,12 +198,11 @@ def ray(version: str | None, wanted: str, cluster: str | None, refusal: str = ""
     return [Finding("ray", "ok", f"{version}, {f'cluster at {cluster}' if cluster else 'this machine alone'}")]
 
 
-def core_is_ours(intruder: str, mend: str) -> list[Finding]:
-    """Whether `core` is the installed one.
+def packages_are_ours(hidden: Mapping[str, tuple[str, str]]) -> list[Finding]:
+    """Whether `core`, `manymesh` and `sdk` are the installed ones.
 
     Args:
-        intruder: what hides it, in a sentence; "" when nothing does.
+        hidden: what hides one of them, in a sentence, and the mend, by package.
     """
-    if intruder:
-        return [Finding("core", "problem", intruder, mend)]
-    return [Finding("core", "ok", "the installed one")]
+    problems = [Finding(package, "problem", sentence, mend) for package, (sentence, mend) in hidden.items()]
+    return problems or [Finding("packages", "ok", "core, manymesh and sdk are the installed ones")]

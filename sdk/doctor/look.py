@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from core.errors import ManymeshError, RegistryError
+from core.errors import ManymeshError
 from core.hookspecs import PROJECT
-from core.registry import EngineRegistry, Entry, check_core
+from core.registry import EngineRegistry, Entry, hidden_packages
 from sdk.doctor import checks
 from sdk.doctor.checks import Finding, Torch
 
@@ -33,10 +33,10 @@ def look(asked: Sequence[str] = ()) -> Iterator[Finding]:
     Raises:
         RegistryError: one that was asked for is not installed.
     """
-    entries = of(EngineRegistry.default().entries, asked)
+    entries = entries_of(EngineRegistry.default(), asked)
     every: list[tuple[str, Callable[[], list[Finding]]]] = [
         ("python", lambda: checks.python_versions(platform.python_version(), required_pythons(entries))),
-        ("core", _core),
+        ("packages", _packages),
         ("plugins", lambda: checks.plugins(entries, asked)),
         ("pins", lambda: checks.agreement(entries, installed())),
         ("torch", lambda: checks.torch_and_devices(see_torch(), len(glob.glob("/dev/nvidia[0-9]*")))),
@@ -54,15 +54,11 @@ def look(asked: Sequence[str] = ()) -> Iterator[Finding]:
             yield Finding(name, "problem", said, "look at it by hand")
 
 
-def of(entries: Sequence[Entry], asked: Sequence[str]) -> list[Entry]:
-    """Those that were asked for. Raises RegistryError for a name that nothing installed has."""
-    found = []
-    for name in asked:
-        named = [e for e in entries if name in (e.name, e.distribution, f"{e.distribution}:{e.name}")]
-        if not named:
-            raise RegistryError(f"no plugin {name!r} is installed", mend="`python -m core.list_engines` says what is")
-        found += [entry for entry in named if entry not in found]
-    return found if asked else list(entries)
+def entries_of(registry: EngineRegistry, names: Sequence[str]) -> list[Entry]:
+    """What the names mean, each entry once; all without names. Raises RegistryError for a name that nothing has."""
+    if not names:
+        return list(registry.entries)
+    return list(dict.fromkeys(entry for name in names for entry in registry.named(name)))
 
 
 def installed() -> dict[str, str]:
@@ -103,12 +99,8 @@ def see_torch() -> Torch:
         return Torch("", None, error=f"{type(error).__name__}: {error}")
 
 
-def _core() -> list[Finding]:
-    try:
-        check_core()
-    except RegistryError as error:
-        return checks.core_is_ours(error.message, error.mend)
-    return checks.core_is_ours("", "")
+def _packages() -> list[Finding]:
+    return checks.packages_are_ours({name: (e.message, e.mend) for name, e in hidden_packages().items()})
 
 
 def _ray() -> list[Finding]:

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from core.errors import ConfigError, Refused
 from core.group import RayClassWithInitArgs, WorkerGroup
-from core.registry import EngineRegistry, Entry
 from core.transport.local import LocalWorkerGroup
 from manymesh.recipes.grpo.config import GrpoConfig
 from manymesh.recipes.grpo.launch import worker_group
@@ -97,26 +96,10 @@ def test_pools_and_transfers_are_checked_before_a_process_is_started(toy: Path, 
     config_of(toy, tmp_path, rollout_pool=None, transfer={"kind": "colective"}).check()  # not used
 
 
-def test_workers_run_in_the_environment_that_their_pool_or_a_backends_manifest_asks_for(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_run_in_the_environment_that_their_pool_names(toy: Path, tmp_path: Path) -> None:
     assert config_of(toy, tmp_path).python("rollout") is None
     pool = {"processes": [1], "python": "their/python"}
     config = config_of(toy, tmp_path, rollout_pool=pool)
     assert (config.python("actor"), config.python("rollout")) == (None, "their/python")
     with pytest.raises(Refused, match=r"their/python is no Python"):
         config.check()
-
-    def asking(entry: Entry) -> Entry:
-        manifest = entry.manifest
-        return attrs.evolve(entry, manifest=manifest and attrs.evolve(manifest, env=f"for-{entry.name}"))
-
-    registry = EngineRegistry(tuple(map(asking, EngineRegistry.default().entries)))
-    monkeypatch.setattr(EngineRegistry, "default", lambda: registry)
-    known = {"for-hf": "hf/python", "for-fsdp": "fsdp/python"}
-    config = config_of(toy, tmp_path, environments=known)
-    assert (config.python("actor"), config.python("rollout")) == ("fsdp/python", "hf/python")
-    with pytest.raises(ConfigError, match=r"'hf' asks for 'for-hf'[\s\S]*environments\.for-hf="):
-        config_of(toy, tmp_path, environments={"for-fsdp": "fsdp/python"}).python("rollout")
-    with pytest.raises(ConfigError, match=r"'for-hf', 'fsdp' asks for 'for-fsdp'[\s\S]*pool of its own"):
-        config_of(toy, tmp_path, rollout_pool=None, environments=known).python("rollout")

@@ -153,15 +153,12 @@ def test_ray_has_to_be_there_in_a_version_that_we_take_and_to_answer() -> None:
     assert not_ok(checks.ray("2.60.0", ">=2.50,<3", "head:6379", "nobody answers")).said == "nobody answers"
 
 
-def test_a_hidden_core_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert only(checks.core_is_ours("", "")).level == "ok"
-
-    def hidden() -> None:
-        raise RegistryError("/home/me/core is imported", mend="rename it")
-
-    monkeypatch.setattr(look, "check_core", hidden)
-    found = not_ok([finding for finding in look.look() if finding.check == "core"])
-    assert (found.said, found.mend) == ("/home/me/core is imported", "rename it")
+def test_a_hidden_package_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(checks.packages_are_ours({})).level == "ok"
+    hidden = {"sdk": RegistryError("/home/me/sdk is imported", mend="rename it")}
+    monkeypatch.setattr(look, "hidden_packages", lambda: hidden)
+    found = not_ok([finding for finding in look.look() if finding.check in ("packages", "sdk")])
+    assert (found.said, found.mend) == ("/home/me/sdk is imported", "rename it")
 
 
 # --- this machine --------------------------------------------------------------------------------------------------
@@ -174,7 +171,7 @@ def here() -> list[Finding]:
 
 def test_this_machine_is_looked_over_whole(here: list[Finding]) -> None:
     names = {finding.check for finding in here}
-    assert {"python", "core", "engine fsdp", "pins", "torch", "ray", "shared memory", "disk", "host name"} <= names
+    assert {"python", "packages", "engine fsdp", "pins", "torch", "ray", "shared memory", "disk", "host name"} <= names
     assert all(bool(finding.mend) is (finding.level != "ok") for finding in here)
 
 
@@ -190,11 +187,12 @@ def test_a_check_that_fails_itself_is_a_finding_and_the_others_go_on(monkeypatch
 
 
 def test_only_the_plugins_that_were_asked_for_are_looked_at() -> None:
-    entries = EngineRegistry.default().entries
-    assert {entry.name for entry in look.of(entries, ["fsdp", "manymesh-hf:hf"])} == {"fsdp", "hf"}
-    assert len(look.of(entries, ["manymesh-fsdp", "fsdp"])) == 1
+    registry = EngineRegistry.default()
+    assert look.entries_of(registry, []) == list(registry.entries)
+    assert {entry.name for entry in look.entries_of(registry, ["fsdp", "Manymesh_HF:hf"])} == {"fsdp", "hf"}
+    assert len(look.entries_of(registry, ["manymesh-fsdp", "fsdp"])) == 1
     with pytest.raises(RegistryError, match="no plugin 'fsdq' is installed"):
-        look.of(entries, ["fsdq"])
+        look.entries_of(registry, ["fsdq"])
 
 
 def test_the_command_exits_1_on_a_problem_and_0_on_warnings(

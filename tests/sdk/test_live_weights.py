@@ -66,7 +66,7 @@ class Loaded(ModelRollout):
     def __init__(self, directory: str) -> None:
         layout = MeshLayout.of(dp=1)
         config = RolloutConfig(directory)
-        super().__init__(config, "cpu", world_mesh(Plan({"dense": layout}, layout.route(("dp",)))))
+        super().__init__(config, "cpu", world_mesh(Plan(layout, layout.route(("dp",)))))
 
     def _load_model(self) -> Any:
         return load_causal_lm(self._config.model, "float32")
@@ -150,7 +150,7 @@ def test_without_a_process_group_a_backend_is_alone_and_its_mesh_has_no_groups(m
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
     assert world_size() == 1
     layout = MeshLayout.of(dp=1)
-    mesh = world_mesh(Plan({"dense": layout}, layout.route(("dp",))))
+    mesh = world_mesh(Plan(layout, layout.route(("dp",))))
     assert (mesh.rank, mesh.dp_rank, mesh.dp_size, mesh.is_collect) == (0, 0, 1, True)
     with pytest.raises(Refused, match="no process groups"):
         mesh.group("dp")

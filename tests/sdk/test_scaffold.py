@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -212,12 +211,12 @@ def test_what_is_made_is_listed_as_usable_and_planned(
     monkeypatch.syspath_prepend(str(project))
     try:
         registry = EngineRegistry.discover({})
-        entry: Any = registry.resolve("acme-thing", kind)
-        assert (entry.status, entry.version) == (Status.OK, "0.1.0")
-        plan = registry.plan("acme-thing", {"model": "somewhere"}, 4, None, kind)
+        backend = registry.find("acme-thing", kind)
+        assert (backend.status, backend.version) == (Status.OK, "0.1.0")
+        plan = backend.plan({"model": "somewhere"}, 4, None)
         assert plan is not None
         assert plan.route.dp_ranks == (0, 1, 2, 3)
         with pytest.raises(Refused, match="needs a rank"):
-            registry.plan("acme-thing", {"model": "somewhere"}, 0, None, kind)
+            backend.plan({"model": "somewhere"}, 0, None)
     finally:
         forget(project)

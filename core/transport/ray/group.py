@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from core._plugins.discovery import check_core
+from core._plugins.shadow import check_packages
 from core.group import Observer, RayClassWithInitArgs, WorkerGroup
 from core.transport.ray.actors import RayTransport
 from core.transport.ray.environment import checked_python
@@ -44,7 +44,7 @@ class RayWorkerGroup(WorkerGroup):
         observers: Sequence[Observer] = (),
     ) -> None:
         need_ray()
-        check_core()  # a user's folder named core would be what the workers import
+        check_packages()  # a user's folder named core would be what the workers import
         name = name or ray_cls_with_init.cls.__name__
         methods = ray_cls_with_init.methods()
         python = checked_python(python) if python is not None else None

@@ -12,10 +12,11 @@ import attrs
 from core.config import structure
 from core.errors import ConfigError
 from core.loss import LossSpec
-from core.manifest import Kind, ModelFacts
-from core.registry import EngineRegistry
+from core.manifest import Kind
+from core.model_facts import ModelFacts
+from core.registry import Backend, EngineRegistry
 from core.rollout import SamplingParams
-from manymesh.pins import check_together, chosen
+from manymesh.pins import check_together
 from manymesh.recipes.grpo.data import DataConfig
 from manymesh.recipes.grpo.loss import PolicyLoss
 from manymesh.recipes.grpo.reward import RewardConfig
@@ -37,7 +38,7 @@ class PoolConfig:
     processes: tuple[int, ...] = (1,)  # by node
     use_gpu: bool | None = None  # a GPU for each process; null: where the cluster has GPUs
     cpus_per_process: float = 1  # that Ray sets aside, and torch's threads
-    python: str | None = None  # interpreter of an environment of their own; null: the driver's, or see `environments`
+    python: str | None = None  # interpreter of an environment of their own; null: the driver's
 
     @property
     def world_size(self) -> int:
@@ -95,7 +96,6 @@ class GrpoConfig:
     rollout: RolloutWorkerConfig = attrs.field(factory=RolloutWorkerConfig)
     rollout_pool: PoolConfig | None = None  # null: the rollout lives in the processes of `pool`
     transfer: TransferConfig = attrs.field(factory=TransferConfig)  # of weights to rollout_pool
-    environments: Mapping[str, str] = attrs.field(factory=dict)  # interpreters, by the names that manifests ask for
     sampling: SamplingParams = attrs.field(factory=lambda: SamplingParams(num_samples=8))
     algorithm: AlgorithmConfig = attrs.field(factory=AlgorithmConfig)
     loss: PolicyLoss = attrs.field(factory=PolicyLoss)
@@ -153,36 +153,8 @@ class GrpoConfig:
         return made
 
     def python(self, part: str) -> str | None:
-        """The interpreter of the workers that hold a part, "actor" or "rollout": what their pool says, else what
-        `environments` says of the one that a backend's manifest asks for. None for the driver's.
-
-        Raises:
-            ConfigError: `environments` lacks it, or two backends in one pool ask for different ones.
-        """
-        pool = self._pool(part)
-        if pool.python is not None:
-            return pool.python
-        backends: dict[str, Kind] = {}
-        if part == "rollout" or self.rollout_pool is None:
-            backends[self.rollout.backend] = "rollout"
-        if pool is self.pool:
-            backends |= {each.backend: "engine" for each in (self.actor, self.ref) if each}
-        registry, wanted = EngineRegistry.default(), {}
-        for name, kind in backends.items():
-            manifest = registry.resolve(name, kind, elsewhere=True).manifest
-            if manifest is not None and manifest.env is not None:
-                wanted[manifest.env] = name
-        if not wanted:
-            return None
-        known = [name for name in wanted if name in self.environments]
-        if len(wanted) > 1 or not known:
-            raise ConfigError(
-                "which environment the workers run in is not known",
-                have=", ".join(f"{backend!r} asks for {env!r}" for env, backend in wanted.items()),
-                want="one environment a pool",
-                mend=f"set environments.{next(iter(wanted))}=its/bin/python, or give the rollout a pool of its own",
-            )
-        return self.environments[known[0]]
+        """The interpreter of the workers that hold a part, "actor" or "rollout"; None for the driver's."""
+        return self._pool(part).python
 
     def _pool(self, part: str) -> PoolConfig:
         return self.rollout_pool if part == "rollout" and self.rollout_pool else self.pool
@@ -201,8 +173,8 @@ class GrpoConfig:
 
             checked_python(str(python))
         if self.python("actor") == self.python("rollout"):
-            engines = [("engine", each.backend) for each in (worker.actor, worker.ref) if each]
-            check_together(chosen(*engines, ("rollout", self.rollout.backend)))
+            engines = [_found(part.backend, "engine") for part in (worker.actor, worker.ref) if part]
+            check_together([*engines, _found(self.rollout.backend, "rollout")])
         if self.rollout_pool is not None:
             self.transfer.check()
         actor, rollout = self._dp_size("actor", worker.actor), self._dp_size("rollout", self.rollout_worker())
@@ -227,9 +199,8 @@ class GrpoConfig:
             return 1
         model = ModelFacts.read(config.engine["model"])
         kind: Kind = "rollout" if part == "rollout" else "engine"
-        registry, world_size = EngineRegistry.default(), self._pool(part).world_size
-        elsewhere = self.python(part) is not None
-        plan = registry.plan(config.backend, config.engine, world_size, model, kind, elsewhere=elsewhere)
+        backend = _found(config.backend, kind, elsewhere=self.python(part) is not None)
+        plan = backend.plan(config.engine, self._pool(part).world_size, model)
         return plan.route.dp_size if plan else 1
 
     def _placed(self, config: Any, pool: PoolConfig | None = None) -> Any:
@@ -240,5 +211,9 @@ class GrpoConfig:
         # Workers may run in another working directory.
         model = os.path.abspath(os.path.expanduser(path))
         kind: Kind = "rollout" if isinstance(config, RolloutWorkerConfig) else "engine"
-        choice = config.choice or EngineRegistry.default().resolve(config.backend, kind, elsewhere=True).choice
+        choice = config.choice or _found(config.backend, kind).choice
         return attrs.evolve(config, engine={**config.engine, "model": model}, device=device, choice=choice)
+
+
+def _found(name: str, kind: Kind, *, elsewhere: bool = True) -> Backend:
+    return EngineRegistry.default().find(name, kind, elsewhere=elsewhere)

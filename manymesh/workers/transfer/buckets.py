@@ -29,8 +29,10 @@ class Piece:
 
 @attrs.frozen
 class Bucket:
-    """Attributes:
-    whole: units that have come entirely once this bucket has.
+    """What is sent at once.
+
+    Attributes:
+        whole: units that have come entirely once this bucket has.
     """
 
     pieces: tuple[Piece, ...]

@@ -21,8 +21,11 @@ class ObjectStoreConfig:
 
 @attrs.frozen
 class DiskConfig:
-    """Attributes:
-    directory: that the sender can write and all receivers can read; files are there only during a sync.
+    """Through files.
+
+    Attributes:
+        directory: an absolute path that the sender can write and all receivers can read. It holds files only during a
+            sync.
     """
 
     directory: str

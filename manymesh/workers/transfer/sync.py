@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from pkgutil import resolve_name
 from types import TracebackType
 from typing import Any, Self
 
 import attrs
 
-from core.config import structure
 from core.dispatch import PerRank
 from core.errors import ConfigError, DeadlineExceeded, ManymeshError, Refused, TransferFailed
 from core.group import WorkerGroup
@@ -49,11 +47,9 @@ class TransferConfig:
             RegistryError: there is no such kind.
             ConfigError: the options are not the kind's.
         """
-        entry = EngineRegistry.get(self.kind, kind="transfer")
-        assert entry.manifest is not None
-        assert entry.choice is not None
-        structure(resolve_name(str(entry.manifest.config)), self.options, f"config of transfer {entry.name!r}")
-        return entry.choice
+        backend = EngineRegistry.get(self.kind, kind="transfer")
+        backend.config(self.options)
+        return backend.choice
 
 
 class WeightSync:

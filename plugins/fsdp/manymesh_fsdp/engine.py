@@ -69,7 +69,7 @@ class FsdpEngine:
         self._limits = planned.limits
         self._device_mesh = init_device_mesh(self._device.type, (dist.get_world_size(),), mesh_dim_names=(AXIS,))
         self._group = self._device_mesh.get_group(AXIS)
-        layout = planned.layouts["dense"]
+        layout = planned.layout
         self._mesh = RankMesh(layout, dist.get_rank(), planned.route, self._group_along)
         self._loaded: Loaded | None = None
         self._on_device = {"model": True, "optimizer": True}

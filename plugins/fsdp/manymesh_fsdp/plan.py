@@ -39,4 +39,4 @@ def plan(config: FsdpConfig, world_size: int, model: ModelFacts | None = None) -
             mend="set packing=False",
         )
     layout = MeshLayout.of(fsdp=world_size)
-    return Plan({"dense": layout}, layout.route((AXIS,)), Limits(packed=config.packed))
+    return Plan(layout, layout.route((AXIS,)), Limits(packed=config.packed))

@@ -25,7 +25,7 @@ def test_every_rank_has_rows_of_its_own_and_is_collected() -> None:
     planned = plan(FsdpConfig("x"), 4)
     assert planned.route.dp_ranks == (0, 1, 2, 3)
     assert planned.route.collected == {0, 1, 2, 3}
-    assert str(planned.layouts["dense"]) == "[fsdp=4]"
+    assert str(planned.layout) == "[fsdp=4]"
     planned.route.check("train")
 
 

@@ -17,4 +17,4 @@ def plan(config: HfRolloutConfig, world_size: int, model: ModelFacts | None) -> 
     if world_size < 1:
         raise Refused("a rollout needs a rank", have=f"world size {world_size}", want="at least 1")
     layout = MeshLayout.of(dp=world_size)
-    return Plan({"dense": layout}, layout.route(("dp",)))
+    return Plan(layout, layout.route(("dp",)))

@@ -75,7 +75,7 @@ class MegatronEngine:
             self._limits = attrs.evolve(planned.limits, outputs=frozenset({"values"}))
         with self._runtime.scope():
             open_groups(self, config)
-        self._mesh = RankMesh(planned.layouts["dense"], dist.get_rank(), planned.route, group_along)
+        self._mesh = RankMesh(planned.layout, dist.get_rank(), planned.route, group_along)
         self._one_shape = config.moe_dispatcher == "allgather" and self._mesh.dp_size > 1
         self._loaded: Loaded | None = None
         self._checkpoints = Checkpoints(config, self._model, self._runtime, self._mesh)

@@ -13,7 +13,7 @@ from manymesh_megatron.config import MegatronConfig
 from manymesh_megatron.families import Architecture, read_architecture
 from manymesh_megatron.rules import check
 
-DENSE, EXPERT = "dense", "expert"  # names of the layouts
+EXPERT = "expert"  # name of the layout that experts are sharded by
 # An axis of `order` in the dense layout and in that of the experts, where context parallel ranks are data parallel.
 _DENSE_AXES = {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp"}
 _EXPERT_AXES = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
@@ -27,7 +27,7 @@ class MegatronPlan(Plan):
 
 
 def plan(config: MegatronConfig, world_size: int, model: ModelFacts | None = None) -> MegatronPlan:
-    """Two layouts over the same ranks: `dense` with axes pp, dp, cp, tp, and `expert` with pp, edp, ep, etp.
+    """Two layouts over the same ranks: one with axes pp, dp, cp, tp, and the view "expert" with pp, edp, ep, etp.
 
     Rows are dealt along dp. Ranks that differ only in tp, cp or pp share them, and of these the one in the last stage
     with tp 0 and cp 0 is collected.
@@ -43,9 +43,10 @@ def plan(config: MegatronConfig, world_size: int, model: ModelFacts | None = Non
     expert = _layout(config, world_size, _EXPERT_AXES)
     _check_pipelines_agree(config, dense, expert)
     return MegatronPlan(
-        {DENSE: dense, EXPERT: expert},
+        dense,
         dense.route(("dp",), {"pp": -1}),
         _limits(config, architecture),
+        {EXPERT: expert},
         _notes(config, architecture),
     )
 

@@ -84,7 +84,7 @@ def test_every_rank_has_megatrons_groups(answers: list[list[Any]], number: int) 
     made = planned(world_size, options)
     for rank, groups in enumerate(answers[number]):
         for axes, ranks in groups.items():
-            layout = made.layouts["expert" if axes.startswith("e") else "dense"]
+            layout = made.views["expert"] if axes.startswith("e") else made.layout
             assert list(layout.group_of(rank, *axes.split())) == ranks, (rank, axes)
         assert groups["dp"].index(rank) == made.route.dp_ranks[rank]
 

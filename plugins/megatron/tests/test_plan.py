@@ -40,7 +40,7 @@ def planned(world_size: int, model: ModelFacts | None = None, /, **options: Any)
 
 def test_16_ranks_tp2_pp2_have_the_known_groups_and_route() -> None:
     made = planned(16, tensor_parallel=2, pipeline_parallel=2)
-    dense = made.layouts["dense"]
+    dense = made.layout
     assert dense == MeshLayout.of(pp=2, dp=4, cp=1, tp=2)
     assert dense.groups("tp")[:2] == ((0, 1), (2, 3))
     assert dense.groups("dp") == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
@@ -52,8 +52,8 @@ def test_16_ranks_tp2_pp2_have_the_known_groups_and_route() -> None:
 
 def test_context_parallel_ranks_share_rows_and_the_first_of_them_is_collected() -> None:
     made = planned(16, tensor_parallel=2, pipeline_parallel=2, context_parallel=2)
-    assert made.layouts["dense"].group_of(0, "cp") == (0, 2)
-    assert made.layouts["dense"].group_of(0, "dp") == (0, 4)
+    assert made.layout.group_of(0, "cp") == (0, 2)
+    assert made.layout.group_of(0, "dp") == (0, 4)
     assert made.route.dp_ranks == (0, 0, 0, 0, 1, 1, 1, 1) * 2
     assert sorted(made.route.collected) == [8, 12]
 
@@ -64,7 +64,7 @@ def test_context_parallel_ranks_share_rows_and_the_first_of_them_is_collected() 
 )
 def test_16_ranks_tp2_ep4_route_by_the_dense_layout_with_dp_8(expert_tensor: int | None, expert: MeshLayout) -> None:
     made = planned(16, tensor_parallel=2, expert_parallel=4, expert_tensor_parallel=expert_tensor)
-    assert made.layouts == {"dense": MeshLayout.of(pp=1, dp=8, cp=1, tp=2), "expert": expert}
+    assert (made.layout, made.views) == (MeshLayout.of(pp=1, dp=8, cp=1, tp=2), {"expert": expert})
     assert made.route.dp_size == 8
 
 
@@ -234,11 +234,11 @@ def test_rows_and_groups_are_sound_for_all_legal_sizes(
         order="-".join(order),
     )
     made.route.check("train")
-    for layout in made.layouts.values():
+    for layout in (made.layout, *made.views.values()):
         for axis in layout.axes:
             ranks = [rank for group in layout.groups(axis) for rank in group]
             assert sorted(ranks) == list(range(len(made.route.dp_ranks)))
-    dense = made.layouts["dense"]
+    dense = made.layout
     for rank, dp in enumerate(made.route.dp_ranks):
         at = dense.coordinates(rank)
         assert at.pop("dp") == dp

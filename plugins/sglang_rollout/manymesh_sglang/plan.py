@@ -24,7 +24,7 @@ def plan(config: SglangRolloutConfig, world_size: int, model: ModelFacts | None)
             mend="use another rollout that cuts a model over ranks",
         )
     layout = MeshLayout.of(dp=world_size)
-    return Plan({"dense": layout}, layout.route(("dp",)))
+    return Plan(layout, layout.route(("dp",)))
 
 
 def server_plan(config: SglangServerConfig, world_size: int, model: ModelFacts | None) -> Plan:

@@ -34,7 +34,7 @@ def plan(config: VllmRolloutConfig, world_size: int, model: ModelFacts | None) -
             want=f"one of {', '.join(map(str, legal))}",
         )
     layout = MeshLayout.of(dp=world_size // tp, **{TP: tp})
-    return Plan({"dense": layout}, layout.route(("dp",), {TP: 0}))
+    return Plan(layout, layout.route(("dp",), {TP: 0}))
 
 
 def server_plan(config: VllmRolloutConfig, world_size: int, model: ModelFacts | None) -> Plan:

@@ -7,7 +7,6 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
-import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -72,9 +71,8 @@ class ManifestSuite(Conformance):
     """Of every kind of backend that builds in a worker."""
 
     def test_the_registry_lists_it_as_usable(self) -> None:
-        entry = EngineRegistry.default().resolve(self.backend, self.kind, self.model_type, self.device)
-        assert entry.manifest is not None
-        assert entry.manifest.summary, "the listing has one line for it: Manifest.summary"
+        backend = EngineRegistry.default().find(self.backend, self.kind, self.model_type, self.device)
+        assert backend.manifest.summary, "the listing has one line for it: Manifest.summary"
 
     def test_listing_and_planning_import_nothing_heavy(self) -> None:
         heavy = self.listed_and_planned()["heavy"]
@@ -98,12 +96,10 @@ class ManifestSuite(Conformance):
         return self.once((self.entry(), "listed and planned"), run)
 
     def test_what_it_requires_is_installed_in_a_version_that_it_names(self) -> None:
-        for group in self.manifest().requires:
-            wanted = [Requirement(text) for text in group]
-            have = {one.name: installed_version(one.name) for one in wanted}
-            met = [one for one in wanted if (v := have[one.name]) and one.specifier.contains(v, prereleases=True)]
-            assert met, f"the manifest requires {' or '.join(group)}; installed: {have}"
-            assert all(one.specifier or one.url for one in wanted), f"{group} names no version"
+        for need in self.entry().needs():
+            assert need.met, f"the manifest requires {' or '.join(need.any_of)}; installed: {need.installed}"
+            wanted = [Requirement(text) for text in need.any_of]
+            assert all(one.specifier or one.url for one in wanted), f"{need.any_of} names no version"
 
     def test_its_package_imports_only_what_it_declares(self) -> None:
         """By the import statements of the factory's package: what is installed and not declared works by luck."""
@@ -143,9 +139,8 @@ class ManifestSuite(Conformance):
             structure(cls, {**data, "seed": "one"})
 
     def test_its_factory_can_be_imported_and_called_as_the_registry_does(self) -> None:
-        manifest = self.manifest()
-        signature = inspect.signature(pkgutil.resolve_name(manifest.factory))
-        several = {"model_type": None} if len(manifest.model_types) > 1 else {}
+        signature = inspect.signature(self.entry().load("factory"))
+        several = {"model_type": None} if len(self.manifest().model_types) > 1 else {}
         signature.bind("config", device=self.device, **several)
 
     def test_the_planner_gives_the_same_answer_twice(self) -> None:
@@ -168,15 +163,8 @@ class ManifestSuite(Conformance):
             if plan is not None:
                 plan.route.check("the plan's")
                 assert len(plan.route.dp_ranks) == world_size
-                for name, layout in plan.layouts.items():
-                    assert layout.world_size == world_size, f"layout {name!r} {layout} is not of {world_size} ranks"
-
-
-def installed_version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+                for layout in (plan.layout, *plan.views.values()):
+                    assert layout.world_size == world_size, f"layout {layout} is not of {world_size} ranks"
 
 
 def imported_packages(package: str) -> set[str]:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import attrs
 
 from core.manifest import Capability
-from core.registry import Entry
+from core.registry import Backend
 from sdk.conformance.base import Conformance, Subject
 
 
-def unchanged(entry: Entry) -> Entry:
+def unchanged(entry: Backend) -> Backend:
     return entry
 
 
@@ -32,7 +32,7 @@ class Mutant:
     name: str
     tests: tuple[str, ...]
     put_into: str | None = None
-    entry: Callable[[Entry], Entry] = attrs.field(default=unchanged, repr=False, eq=False)
+    entry: Callable[[Backend], Backend] = attrs.field(default=unchanged, repr=False, eq=False)
 
 
 @attrs.frozen(kw_only=True)
@@ -51,7 +51,7 @@ class OnMutant:
     mutant: ClassVar[Mutant]
 
     @classmethod
-    def entry(cls) -> Entry:
+    def entry(cls) -> Backend:
         return cls.mutant.entry(super().entry())  # type: ignore[misc]
 
     @classmethod
@@ -79,7 +79,7 @@ class Fault:
         return backend
 
     @staticmethod
-    def entry(entry: Entry) -> Entry:
+    def entry(entry: Backend) -> Backend:
         """See Mutant."""
         return entry
 
@@ -101,7 +101,7 @@ def caught_by(*tests: str) -> Callable[[FaultClass], FaultClass]:
     return decorate
 
 
-def entry_fault(name: str, *tests: str) -> Callable[[Callable[[Entry], Entry]], Mutant]:
+def entry_fault(name: str, *tests: str) -> Callable[[Callable[[Backend], Backend]], Mutant]:
     """The mutant whose registry entry a function changes."""
     return lambda change: Mutant(name, tests, entry=change)
 
@@ -121,9 +121,9 @@ def _mutants_of(module: ModuleType) -> Iterator[Mutant]:
             yield Mutant(name, tests, f"{value.__module__}:{value.__qualname__}.put_into", value.entry)
 
 
-def with_manifest(entry: Entry, **changes: Any) -> Entry:
-    return attrs.evolve(entry, manifest=entry.manifest and attrs.evolve(entry.manifest, **changes))
+def with_manifest(entry: Backend, **changes: Any) -> Backend:
+    return attrs.evolve(entry, manifest=attrs.evolve(entry.manifest, **changes))
 
 
-def capabilities(entry: Entry) -> frozenset[Capability]:
-    return entry.manifest.capabilities if entry.manifest else frozenset()
+def capabilities(entry: Backend) -> frozenset[Capability]:
+    return entry.manifest.capabilities

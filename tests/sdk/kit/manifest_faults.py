@@ -10,7 +10,7 @@ import attrs
 
 from core.manifest import Capability, Plan
 from core.mesh import MeshLayout, Route
-from core.registry import Entry
+from core.registry import Backend
 from tests.sdk.kit.faults import Fault, capabilities, caught_by, entry_fault, with_manifest
 
 
@@ -36,39 +36,39 @@ class TwoCollectors(Fault):
 
 
 @entry_fault("imports torch in its manifest", "test_listing_and_planning_import_nothing_heavy")
-def imports_torch(entry: Entry) -> Entry:
+def imports_torch(entry: Backend) -> Backend:
     return attrs.evolve(entry, module="sdk.reference")
 
 
 @entry_fault("plans by the environment", "test_the_planner_reads_no_environment")
-def plans_by_environment(entry: Entry) -> Entry:
+def plans_by_environment(entry: Backend) -> Backend:
     return with_manifest(entry, planner=f"{__name__}:plan_by_environment")
 
 
 @entry_fault("plans otherwise when asked again", "test_the_planner_gives_the_same_answer_twice")
-def plans_by_turn(entry: Entry) -> Entry:
+def plans_by_turn(entry: Backend) -> Backend:
     return with_manifest(entry, planner=f"{__name__}:plan_by_turn")
 
 
 @entry_fault("requires what isn't installed", "test_what_it_requires_is_installed_in_a_version_that_it_names")
-def requires_too_much(entry: Entry) -> Entry:
+def requires_too_much(entry: Backend) -> Backend:
     return with_manifest(entry, requires=(("torch>=99",),))
 
 
 @entry_fault("moves to CPU, which its manifest doesn't offer", "test_moving_to_cpu_is_refused")
-def hides_offload(entry: Entry) -> Entry:
+def hides_offload(entry: Backend) -> Backend:
     return with_manifest(entry, capabilities=capabilities(entry) - {Capability.OFFLOAD})
 
 
 @entry_fault("offers an adapter that it doesn't have", "test_the_adapter_alone_is_what_training_moves")
-def claims_adapter(entry: Entry) -> Entry:
+def claims_adapter(entry: Backend) -> Backend:
     return with_manifest(entry, capabilities=capabilities(entry) | {Capability.ADAPTER})
 
 
 def plan_by_environment(config: Any, world_size: int, model: Any) -> Plan:
     sizes = {"dp": world_size} if "MANYMESH_DP" not in os.environ else {"tp": world_size}
     layout = MeshLayout.of(**sizes)
-    return Plan({"dense": layout}, layout.route(tuple(sizes)))
+    return Plan(layout, layout.route(tuple(sizes)))
 
 
 _turns = itertools.count()
@@ -76,4 +76,4 @@ _turns = itertools.count()
 
 def plan_by_turn(config: Any, world_size: int, model: Any) -> Plan:
     layout = MeshLayout.of(**{f"dp{next(_turns)}": world_size})
-    return Plan({"dense": layout}, layout.route(layout.axes))
+    return Plan(layout, layout.route(layout.axes))

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from core.batch import objects
 from core.errors import Refused
 from core.manifest import Capability
-from core.registry import Entry
+from core.registry import Backend
 from core.rollout import GenerationDelta, LogProbKind, PauseMode, SamplingParams
 from tests.sdk.kit.faults import Mutant, capabilities, caught_by, with_manifest
 from tests.sdk.kit.rollout_faults import RolloutFault
@@ -21,7 +21,7 @@ from tests.sdk.kit.served import Served
 Deltas = AsyncIterator[GenerationDelta]
 
 
-def that_serves(entry: Entry) -> Entry:
+def that_serves(entry: Backend) -> Backend:
     return with_manifest(entry, capabilities=capabilities(entry) | {Capability.SERVER})
 
 
@@ -36,7 +36,7 @@ class ServingFault(RolloutFault):
         return super().put_into(Served(rollout))
 
     @staticmethod
-    def entry(entry: Entry) -> Entry:
+    def entry(entry: Backend) -> Backend:
         return that_serves(entry)
 
     def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Deltas:

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from core.engine import WeightSpec
 from core.errors import Refused
 from core.manifest import Capability
-from core.registry import Entry
+from core.registry import Backend
 from core.rollout import SamplingParams
 from sdk.conformance.suites.rollout_base import Bucket, specs
 from tests.sdk.kit.faults import capabilities, caught_by, entry_fault, with_manifest
@@ -256,5 +256,5 @@ class LeavesProcess(RolloutFault):
 
 
 @entry_fault("takes a seed that its manifest doesn't offer", "test_a_seed_is_refused")
-def hides_row_seeds(entry: Entry) -> Entry:
+def hides_row_seeds(entry: Backend) -> Backend:
     return with_manifest(entry, capabilities=capabilities(entry) - {Capability.ROW_SEEDS})

@@ -50,7 +50,7 @@ def test_a_server_has_a_replica_on_each_rank_whatever_its_processes(tp: int) -> 
 def test_eight_ranks_at_tp_4_are_two_copies_whatever_the_actors_mesh() -> None:
     planned = plan(VllmRolloutConfig("x", tensor_parallel=4), 8, None)
     planned.route.check("rollout")
-    layout = planned.layouts["dense"]
+    layout = planned.layout
     assert layout == MeshLayout.of(dp=2, infer_tp=4)
     assert [tuple(layout.coordinates(rank).values()) for rank in range(8)] == [(r // 4, r % 4) for r in range(8)]
     assert planned.route.dp_ranks == (0, 0, 0, 0, 1, 1, 1, 1)
@@ -79,7 +79,7 @@ def test_sizes_that_dont_fit_are_refused_with_those_that_do(
 
 
 def test_one_kv_head_may_be_held_by_several_ranks() -> None:
-    assert plan(VllmRolloutConfig("x", tensor_parallel=4), 4, facts(8, 2)).layouts["dense"].size("infer_tp") == 4
+    assert plan(VllmRolloutConfig("x", tensor_parallel=4), 4, facts(8, 2)).layout.size("infer_tp") == 4
 
 
 @pytest.mark.parametrize(

@@ -18,4 +18,4 @@ def plan(config: TemplateEngineConfig, world_size: int, model: ModelFacts | None
     if world_size < 1:
         raise Refused("an engine needs a rank", have=f"world size {world_size}", want="at least 1")
     layout = MeshLayout.of(dp=world_size)
-    return Plan({"dense": layout}, layout.route(("dp",)), Limits())
+    return Plan(layout, layout.route(("dp",)), Limits())

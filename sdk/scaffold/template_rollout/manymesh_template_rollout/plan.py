@@ -18,4 +18,4 @@ def plan(config: TemplateRolloutConfig, world_size: int, model: ModelFacts | Non
     if world_size < 1:
         raise Refused("a rollout needs a rank", have=f"world size {world_size}", want="at least 1")
     layout = MeshLayout.of(dp=world_size)
-    return Plan({"dense": layout}, layout.route(("dp",)))
+    return Plan(layout, layout.route(("dp",)))
