@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from core._plugins.backend import Backend, Choice, Entry, Status, named
+from core._plugins.backend import RUN_TIME, Backend, Choice, Entry, Status, installed_version, named, with_needs
 from core._plugins.discovery import discover
 from core._plugins.shadow import hidden_packages
 from core.errors import RegistryError, did_you_mean
@@ -18,10 +18,10 @@ from core.manifest import KINDS, Kind, Manifest
 if TYPE_CHECKING:
     from core._calls.call import DispatchMode
 
-__all__ = ["Backend", "Choice", "EngineRegistry", "Entry", "Status", "hidden_packages"]
+__all__ = ["RUN_TIME", "Backend", "Choice", "EngineRegistry", "Entry", "Status", "hidden_packages"]
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class EngineRegistry:
     """The backends of a process. `get` and `new` use the process's own registry, which is discovered once."""
 
@@ -105,7 +105,7 @@ class EngineRegistry:
                 raise
             related = [entry for entry in self.entries if entry.distribution == expect.distribution]
             have = ", ".join(map(str, related)) or f"no distribution {expect.distribution}"
-            mends = [entry.mend for entry in related if isinstance(entry, Backend) and entry.choice == expect]
+            mends = [entry.mend for entry in related if (entry.kind, entry.name) == (expect.kind, expect.name)]
             raise expect.refusal(have, *mends[:1]) from error
         if expect is not None:
             backend.check(expect)
@@ -139,6 +139,36 @@ class EngineRegistry:
             mend = "install a plugin that offers it; `python -m core.list_engines` says what is there"
         what = f"there is no {kind} {name!r}" if kind else f"no plugin {name!r} is installed"
         raise RegistryError(what, have=have, mend=mend)
+
+    def register(self, manifest: Manifest) -> Backend:
+        """Offer a backend that no distribution has, as long as the process lives: for notebooks and tests.
+
+        The manifest may hold objects in place of paths (`factory=MyEngine`). It is listed as of the distribution
+        "run-time", and takes the place of one that was registered before with its kind and name.
+
+        What the process's own registry has so goes along to the workers of each Ray group that is started afterwards.
+        Objects in modules go by name, those of a notebook or script by value. Where one cannot be pickled, or its
+        module is not there, workers refuse it with the reason.
+        """
+        backend = Backend(manifest.name, manifest.kind, Status.OK, RUN_TIME, "", "", manifest=manifest)
+        backend = with_needs(backend, installed_version)
+        self.add(backend)
+        return backend
+
+    def add(self, entry: Entry) -> None:
+        """Have an entry at its place in the order; it takes the place of one of its kind, name and distribution."""
+        others = [each for each in self.entries if each.place != entry.place]
+        self.entries = tuple(sorted([*others, entry], key=lambda each: each.place))
+
+    def unregister(self, backend: Backend) -> None:
+        """Take back what `register` gave. Groups that have started keep it."""
+        self.entries = tuple(entry for entry in self.entries if entry != backend)
+
+    @property
+    def registered(self) -> tuple[Backend, ...]:
+        """What was registered at run time."""
+        backends = (entry for entry in self.entries if isinstance(entry, Backend))
+        return tuple(backend for backend in backends if backend.distribution == RUN_TIME)
 
     def dispatch_mode(self, name: str) -> DispatchMode:
         """The mode that a plugin offers under this name, by a manifest of kind "dispatch_mode".

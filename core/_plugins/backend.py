@@ -19,6 +19,8 @@ from core.config import structure
 from core.errors import RegistryError
 from core.manifest import ON_DEVICE, Kind, Manifest, ModelFacts, Plan
 
+RUN_TIME = "run-time"  # stands for the distribution of what was registered at run time
+
 
 class Status(StrEnum):
     """What became of a plugin's backend. Only `ok` ones can be built."""
@@ -45,6 +47,8 @@ class Choice:
 
     def refusal(self, have: str, mend: str = "") -> RegistryError:
         """For a process that has something else."""
+        if self.distribution == RUN_TIME:
+            mend = mend or "register it before the group is started"
         return RegistryError(
             "this process has not what the driver chose",
             have=have,
@@ -62,7 +66,7 @@ class Entry:
         name, kind: of the manifest; without one, the entry point's name, and None.
         distribution, version: who offers it. Names are normalised (`my-engine`); the version is "" where there is none.
         reason, mend: why it cannot be used, and what to do about it; "" when ok.
-        module: the entry point's value.
+        module: the entry point's value; "" for what was registered at run time.
         error: what a broken plugin raised.
     """
 
@@ -75,6 +79,11 @@ class Entry:
     reason: str = ""
     mend: str = ""
     error: BaseException | None = attrs.field(default=None, repr=False, eq=False)
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """In the order of a listing."""
+        return self.name, self.kind or "", self.distribution
 
     @property
     def qualified_name(self) -> str:

@@ -57,7 +57,7 @@ def discover(env: Mapping[str, str]) -> tuple[Entry, ...]:
     for name in (allowed or set()) - plugins.keys():
         reason = f"{PLUGINS_VARIABLE} names it, but no plugin of this name is installed"
         entries.append(Entry(name, None, Status.BROKEN, name, "", "", reason, did_you_mean(name, plugins)))
-    return tuple(sorted(entries, key=lambda e: (e.name, e.kind or "", e.distribution)))
+    return tuple(sorted(entries, key=lambda entry: entry.place))
 
 
 @attrs.frozen

@@ -38,7 +38,7 @@ def hidden_packages() -> dict[str, RegistryError]:
         package: RegistryError(
             f"{path} is imported, which is not part of the installed {PROJECT} {installed.version}",
             have=str(path),
-            want=" or ".join(str(home / package) for home in _homes(installed)[0]),
+            want=" or ".join(dict.fromkeys(str(home / package) for home in _homes(installed)[0])),
             mend=f"rename {path}, or take its folder off sys.path",
         )
         for package, path in intruders.items()

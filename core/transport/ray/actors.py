@@ -25,6 +25,7 @@ from core._run.observers import Observer
 from core._run.transport import Identity, Outcome
 from core.errors import DeadlineExceeded, Refused
 from core.group import RayClassWithInitArgs
+from core.transport.ray.backends import Parcel, packed, unpack
 from core.transport.ray.order import local_ranks, rank_order
 from core.transport.ray.pickles import Pickled, checked, pickled, unpickled
 from core.transport.ray.pool import RayResourcePool, need_ray
@@ -69,9 +70,10 @@ class RayHost(WorkerHost):
         return call
 
     def construct_from(
-        self, build: tuple[type, Any, Any], context: WorkerContext, observers: tuple[Observer, ...]
+        self, build: tuple[type, Any, Any, tuple[Parcel, ...]], context: WorkerContext, observers: tuple[Observer, ...]
     ) -> Any:
-        cls, args, kwargs = build
+        cls, args, kwargs, backends = build
+        unpack(backends)
         return sent(self.construct(cls, args, kwargs, context, observers, set_env=True))
 
     def route_of(self, mesh: str) -> Any:
@@ -197,7 +199,7 @@ class RayTransport:
             raise
 
     def construct(self, build: RayClassWithInitArgs, observers: tuple[Observer, ...]) -> RayTicket:
-        parts = build.cls, encode(build.args), encode(dict(build.kwargs))
+        parts = build.cls, encode(build.args), encode(dict(build.kwargs)), packed()
         parcel = checked("__init__", lambda: ray.put(parts))
         references = {}
         for rank, (local_rank, local_size) in enumerate(local_ranks(self.identities)):
