@@ -7,7 +7,7 @@ import contextlib
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from core.errors import ManymeshError
 
@@ -22,9 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
+    from sdk.scaffold.names import Kind
+
     new = commands.add_parser("new", help="make a distribution with a backend that works, to be made your own")
     new.add_argument("name", help="of the distribution, e.g. my-engine; users ask for it without a leading 'manymesh-'")
-    new.add_argument("--kind", choices=("engine", "rollout"), default="engine", help="default: engine")
+    new.add_argument("--kind", choices=get_args(Kind), default="engine", help="default: engine")
     new.add_argument("--dir", type=Path, metavar="D", help="directory to make; default: the name, here")
     new.set_defaults(run=_new)
 

@@ -19,17 +19,22 @@ from core.errors import Refused
 from core.registry import Backend, EngineRegistry, Entry
 from sdk.doctor.checks import Finding
 
+# By kind. Others have no suite yet.
+SUITES = {"engine": "ManifestSuite", "rollout": "ManifestSuite", "dispatch_mode": "ListedSuite"}
 SUITE = """
-from sdk.conformance.suites.manifest import ManifestSuite
+from sdk.conformance.suites.manifest import {suite}
 
-class TestManifest(ManifestSuite):
+class TestManifest({suite}):
     kind = {kind!r}
     backend = {backend!r}
 """
 
 
 def check(name: str) -> Iterator[Finding]:
-    """One finding a test, of each engine and rollout of that name ("backend", "distribution:backend", "distribution").
+    """One finding a test, of each engine, rollout and dispatch mode that the name means.
+
+    Args:
+        name: "backend", "distribution:backend" or "distribution".
 
     Raises:
         RegistryError: no plugin has the name.
@@ -41,7 +46,7 @@ def check(name: str) -> Iterator[Finding]:
     for entry in entries:
         if not isinstance(entry, Backend):
             yield Finding(entry.name, "problem", f"is {entry.status}: {entry.reason}", entry.mend)
-        elif entry.kind in ("engine", "rollout"):
+        elif entry.kind in SUITES:
             yield from _run(entry)
         else:
             yield Finding(f"{entry.kind} {entry.name}", "ok", f"is {entry.status}; the kit has no tests of this kind")
@@ -55,7 +60,7 @@ def _run(entry: Entry) -> list[Finding]:
     with tempfile.TemporaryDirectory() as folder, _no_other_plugins(), contextlib.redirect_stdout(sys.stderr):
         # A module name that no other has: pytest leaves it in sys.modules.
         file = Path(folder) / f"test_manifest_of_{abs(hash(entry)):x}.py"
-        file.write_text(SUITE.format(kind=entry.kind, backend=entry.qualified_name))
+        file.write_text(SUITE.format(suite=SUITES[str(entry.kind)], kind=entry.kind, backend=entry.qualified_name))
         alone = ["-c", os.devnull, "--rootdir", folder, "-p", "sdk.conformance.plugin", "--import-mode", "importlib"]
         quiet = ["-p", "no:cacheprovider", "-p", "no:terminal"]
         status = pytest.main([*alone, *quiet, str(file)], plugins=[outcomes])

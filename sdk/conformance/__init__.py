@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sdk.conformance.base import Conformance as Conformance
+    from sdk.conformance.dispatch_mode import DispatchModeConformance as DispatchModeConformance
     from sdk.conformance.engine import EngineConformance as EngineConformance
     from sdk.conformance.rollout import RolloutConformance as RolloutConformance
 
 _HOME_OF = {
     "Conformance": "sdk.conformance.base",
+    "DispatchModeConformance": "sdk.conformance.dispatch_mode",
     "EngineConformance": "sdk.conformance.engine",
     "RolloutConformance": "sdk.conformance.rollout",
 }

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from core.errors import Refused
-from sdk.scaffold.names import Names
+from sdk.scaffold.names import Names, camel_case
 
 CACHES = {"__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
 # Under their own names these would rule the template itself.
@@ -23,11 +23,12 @@ def template(kind: str) -> Path:
 
 def render(names: Names) -> Iterator[tuple[Path, str]]:
     """The files of a new distribution: their paths in it, and what is in them."""
+    dashed = names.kind.replace("_", "-")
     in_template = {
-        f"manymesh-template-{names.kind}": names.distribution,
+        f"manymesh-template-{dashed}": names.distribution,
         f"manymesh_template_{names.kind}": names.package,
-        f"template-{names.kind}": names.backend,
-        f"Template{names.kind.capitalize()}": names.cls,
+        f"template-{dashed}": names.backend,
+        f"Template{camel_case(names.kind)}": names.cls,
     }
     # All in one pass: what was put in is not looked at again. The longest come first.
     pattern = re.compile("|".join(map(re.escape, in_template)))

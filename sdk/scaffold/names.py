@@ -17,7 +17,7 @@ from core.errors import Refused
 from core.hookspecs import PROJECT
 from core.registry import EngineRegistry, Entry
 
-Kind = Literal["engine", "rollout"]
+Kind = Literal["engine", "rollout", "dispatch_mode"]
 # PEP 508's names. Longer ones would not fit the lines of the templates, nor anybody's fingers.
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?", re.IGNORECASE)
 LONGEST = 40
@@ -63,7 +63,7 @@ class Names:
         stem = "".join(word.capitalize() for word in backend.split("-"))
         if not stem.isidentifier():  # manymesh-3d
             stem = f"Manymesh{stem}"
-        suffix = kind.capitalize()
+        suffix = camel_case(kind)
         return cls(kind, distribution, package, backend, stem if stem.endswith(suffix) else stem + suffix)
 
     def check_free(self, entries: Iterable[Entry] | None = None) -> None:
@@ -99,6 +99,10 @@ class Names:
                     have=str(entry),
                     mend=mend,
                 )
+
+
+def camel_case(kind: Kind) -> str:
+    return "".join(word.capitalize() for word in kind.split("_"))
 
 
 def _suggestion(name: str, kind: Kind) -> str:

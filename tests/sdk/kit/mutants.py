@@ -22,6 +22,8 @@ from sdk.conformance import EngineConformance, RolloutConformance
 from sdk.conformance.base import Conformance, Session
 from sdk.conformance.plugin import SESSION, suite_of
 from tests.sdk.kit import (
+    dispatch_mode_faults,
+    dispatch_modes,
     engine_faults,
     engine_life_faults,
     manifest_faults,
@@ -71,6 +73,9 @@ ROLLOUT_FAULTS = (rollout_row_faults, rollout_serving_faults, rollout_state_faul
 TARGETS = {
     "engine": Target(EngineConformance, "fsdp", mutants_in(ENGINE_FAULTS)),
     "rollout": Target(RolloutConformance, "hf", mutants_in(ROLLOUT_FAULTS)),
+    "dispatch_mode": Target(
+        dispatch_modes.Template, dispatch_modes.Template.backend, mutants_in([dispatch_mode_faults])
+    ),
 }
 
 
