@@ -22,9 +22,9 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors; at run time 
     from core.engine import MicroResult as MicroResult
     from core.engine import StepInfo as StepInfo
     from core.engine import WeightSpec as WeightSpec
-    from core.errors import BadAnswer as BadAnswer
     from core.environment import Environment as Environment
     from core.environment import Episode as Episode
+    from core.errors import BadAnswer as BadAnswer
     from core.errors import ConfigError as ConfigError
     from core.errors import DeadlineExceeded as DeadlineExceeded
     from core.errors import ManymeshError as ManymeshError
