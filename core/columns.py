@@ -22,6 +22,9 @@ on the right, (rows, tokens) with `attention_mask`. Either form is accepted by w
 | row_weight | rows | fp32 | 1 for a real row, 0 for filler; every denominator uses it |
 | prompt_ids | rows, tokens | int64 | input of generate |
 
-Metadata of a batch: `temperature` (float, 1.0 where absent): engines give log_probs and entropy of logits /
-temperature, so that trainer and rollout speak of the same distribution.
+Metadata of a batch are a record, never a knob: `log_prob_kind`, and `rollout_temperature` (float), the temperature that
+a rollout sampled the rows at. Greedy rows (temperature 0) are recorded at 1, since their log-probs are the untempered
+model's. The temperature at which a trainer computes log_probs and entropy is an argument of the call; a batch with
+`rollout_log_probs` that was sampled at another temperature is refused, so that trainer and rollout speak of the same
+distribution.
 """

@@ -67,10 +67,13 @@ class Engine(Protocol):
         loss_fn: LossFn | None,
         scale: LossScale,
         *,
+        temperature: float = 1.0,
         forward_only: bool = False,
         outputs: frozenset[str] = frozenset(),
     ) -> list[MicroResult] | None:
         """Run padded micro-batches, the same number on every rank.
+
+        Log-probs and entropy are of softmax(logits / temperature), the temperature above 0. Values don't depend on it.
 
         Afterwards the gradient is the plain SUM of the shares over all micro-batches and dp ranks, each token once: the
         engine undoes FSDP's averaging, Megatron's 1/num_microbatches, and factors of cp, sp or dp. Results on every

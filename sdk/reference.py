@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from core.batch import with_metadata
 from core.config import OptimizerConfig
 from core.loss import LossFn, LossScale, Metric
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=1.0)
 UNEQUAL = (40, 2, 17, 3, 25, 1, 9, 5)
+TEMPERATURE = 0.7  # of the policy that is trained
 BOTH = frozenset({"log_probs", "entropy"})
 
 
@@ -34,9 +34,7 @@ class PolicyLoss:
         return share, {"loss": Metric(share.item(), 1.0, "sum")}
 
 
-def make_batch(
-    lengths: Sequence[int] = UNEQUAL, *, seed: int = 0, temperature: float = 0.7, advantage: float = 0.0
-) -> TensorDict:
+def make_batch(lengths: Sequence[int] = UNEQUAL, *, seed: int = 0, advantage: float = 0.0) -> TensorDict:
     """Padded rows of the given lengths; what padding holds is noise, which must not matter.
 
     Args:
@@ -45,7 +43,7 @@ def make_batch(
     generator = torch.Generator().manual_seed(seed)
     rows, width = len(lengths), max(lengths)
     mask = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
-    batch = TensorDict(
+    return TensorDict(
         {
             "input_ids": torch.randint(3, 64, (rows, width), generator=generator),
             "attention_mask": mask,
@@ -55,7 +53,6 @@ def make_batch(
         },
         batch_size=[rows],
     )
-    return with_metadata(batch, temperature=temperature)
 
 
 def scale_of(batch: TensorDict) -> LossScale:
@@ -102,7 +99,7 @@ class PlainTrainer:
         self._optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, config.lr_factor)
 
-    def outputs(self, batch: TensorDict, temperature: float = 0.7) -> dict[str, torch.Tensor]:
+    def outputs(self, batch: TensorDict, temperature: float = TEMPERATURE) -> dict[str, torch.Tensor]:
         ids, mask = batch["input_ids"], batch["attention_mask"]
         names = ValueLoss.needs if self._value_model else BOTH
         out = {name: torch.zeros(ids.shape) for name in names}

@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 
-from core.batch import row_lengths, with_metadata
+from core.batch import row_lengths
 from core.errors import Refused
 from core.group import RayClassWithInitArgs, WorkerGroup
 from core.loss import LossSpec, Metric
@@ -20,7 +20,8 @@ from sdk.testing import tiny_model
 from tests.support.batches import training_batch
 
 ROWS = 16
-BATCH = with_metadata(training_batch(ROWS), temperature=0.8)
+BATCH = training_batch(ROWS)
+WARM = 0.8  # the policy's temperature
 LOSS = LossSpec("manymesh.recipes.grpo.loss:policy_loss", {"kl_coef": 0.1, "entropy_coef": 0.01})
 
 
@@ -57,8 +58,8 @@ def test_rows_are_dealt_to_both_stages_and_come_back_from_the_last_in_order(
     route = group.route("train")
     assert (route.dp_ranks, route.collected) == ((0, 1, 0, 1), frozenset({2, 3}))
     assert len(set(row_lengths(BATCH).tolist())) == ROWS  # a row in another's place would be seen
-    outputs, _ = group.infer_batch(BATCH, ("log_probs", "entropy"))
-    want, _ = alone.infer_batch(BATCH, ("log_probs", "entropy"))
+    outputs, _ = group.infer_batch(BATCH, ("log_probs", "entropy"), temperature=WARM)
+    want, _ = alone.infer_batch(BATCH, ("log_probs", "entropy"), temperature=WARM)
     assert row_lengths(outputs).tolist() == row_lengths(BATCH).tolist()
     for name in ("log_probs", "entropy"):
         assert torch.allclose(outputs[name].values(), want[name].values(), atol=1e-5)
@@ -66,7 +67,7 @@ def test_rows_are_dealt_to_both_stages_and_come_back_from_the_last_in_order(
 
 
 def test_an_evaluation_loss_comes_from_the_last_stage_too(pair: tuple[WorkerGroup, WorkerGroup]) -> None:
-    (nothing, metrics), (_, want) = (each.infer_batch(BATCH, (), with_loss=True) for each in pair)
+    (nothing, metrics), (_, want) = (each.infer_batch(BATCH, (), with_loss=True, temperature=WARM) for each in pair)
     assert nothing is None
     assert values(metrics) == pytest.approx(values(want), rel=1e-4)
 
@@ -87,9 +88,9 @@ def test_what_a_worker_refuses_is_refused_on_all_stages_and_the_group_goes_on(
 def test_mini_batches_and_epochs_give_the_metrics_and_the_policy_of_one_rank(
     pair: tuple[WorkerGroup, WorkerGroup],
 ) -> None:
-    metrics, want = (each.train_mini_batch(BATCH, 2, 2) for each in pair)
+    metrics, want = (each.train_mini_batch(BATCH, 2, 2, temperature=WARM) for each in pair)
     assert values(metrics) == pytest.approx(values(want), rel=1e-4)
     assert want["approx_kl"].value > 0
     assert metrics["num_tokens"].value == 2 * int(BATCH["response_mask"].values().sum())
-    (outputs, _), (wanted, _) = (each.infer_batch(BATCH) for each in pair)
+    (outputs, _), (wanted, _) = (each.infer_batch(BATCH, temperature=WARM) for each in pair)
     assert torch.allclose(outputs["log_probs"].values(), wanted["log_probs"].values(), atol=1e-4)

@@ -64,7 +64,7 @@ def prompts(num_prompts: int = 4) -> TensorDict:
 def gap(senders: WorkerGroup, receivers: WorkerGroup, min_version: int | None = None) -> float:
     """Largest difference between the rollout's and the trainer's log-probs of sampled tokens."""
     sampled = receivers.generate_sequences(prompts(), SAMPLING, min_version)
-    scored = senders.compute_log_prob(sampled)
+    scored = senders.compute_log_prob(sampled, 1.0)
     mask = sampled["response_mask"].values()
     return float((sampled["rollout_log_probs"].values() - scored["old_log_probs"].values())[mask].abs().max())
 
@@ -117,7 +117,7 @@ def test_after_a_sync_all_rollouts_have_the_trainers_weights_and_version(
     senders, receivers = groups
     sync = sync_of(kind, bucket_mb=bucket_mb)
     for _ in range(2):
-        senders.update_actor(training_batch())
+        senders.update_actor(training_batch(), temperature=1.0)
         version = worker(senders).weight_version
         for group in receivers:
             with pytest.raises(Refused, match="too old"):
@@ -142,7 +142,7 @@ def test_a_receiver_that_fails_at_bucket_3_of_5_leaves_no_version_and_the_next_s
     senders, receivers = groups
     sync = sync_of(kind)
     before = sync.sync()
-    senders.update_actor(training_batch())
+    senders.update_actor(training_batch(), temperature=1.0)
     with monkeypatch.context() as patch:
         refuse_bucket(patch, receivers[1], 3)
         start = time.monotonic()
@@ -191,7 +191,7 @@ def test_a_rollout_that_stages_keeps_its_old_version_whole_when_another_fails(
     before = sync.sync()
     sampled = receivers[0].generate_sequences(prompts(), SAMPLING)
     monkeypatch.setattr(worker(receivers[0]), "rollout", Staged(worker(receivers[0]).rollout))
-    senders.update_actor(training_batch())
+    senders.update_actor(training_batch(), temperature=1.0)
     with monkeypatch.context() as patch:
         refuse_bucket(patch, receivers[1], 5)
         with pytest.raises(TransferFailed):

@@ -84,7 +84,7 @@ def test_two_sharded_trainers_feed_a_rollout_and_their_world_goes_on(
 ) -> None:
     with make_sync(kind, senders, receivers, tmp_path) as sync:
         for _ in range(2):
-            senders.update_actor(training_batch())  # collectives of the trainers' own world
+            senders.update_actor(training_batch(), temperature=1.0)  # collectives of the trainers' own world
             assert gap(senders, receivers) > 1e-4
             version = sync.sync()
             assert receivers.rollout_version() == version
@@ -156,7 +156,7 @@ def test_a_receiver_that_is_killed_fails_its_group_alone_and_soon(
     senders: WorkerGroup, receivers: WorkerGroup, tmp_path: Path
 ) -> None:
     killed_in_a_sync("collective", senders, receivers, tmp_path)
-    senders.update_actor(training_batch())
+    senders.update_actor(training_batch(), temperature=1.0)
 
 
 def killed_in_a_sync(kind: str, senders: WorkerGroup, receivers: WorkerGroup, directory: Path) -> None:
@@ -186,7 +186,7 @@ def test_two_trainers_go_on_with_new_rollouts_after_one_of_two_was_killed_or_ref
             version = sync.sync()
             assert gap(senders, receivers, version) < 1e-4
         killed_in_a_sync(kind, senders, receivers, tmp_path)
-    senders.update_actor(training_batch())
+    senders.update_actor(training_batch(), temperature=1.0)
     with rollouts(model, pools["wide"]) as fresh, make_sync(kind, senders, fresh, tmp_path) as again:
         version = again.sync()
         assert gap(senders, fresh, version) < 1e-4
@@ -228,7 +228,7 @@ def test_a_megatron_trainer_that_is_cut_in_two_feeds_whole_rollouts(
         make_sync("collective", cut, two, tmp_path) as sync,
     ):
         for _ in range(2):
-            cut.update_actor(training_batch())
+            cut.update_actor(training_batch(), temperature=1.0)
             assert gap(cut, two) > 1e-4
             version = sync.sync()
             assert gap(cut, two, version) < 1e-4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 
 from core._rows.shards import Block, Shard, deal_rows
-from core.batch import jagged_from, num_rows, select, take, to_padded, with_metadata
+from core.batch import jagged_from, metadata, num_rows, select, take, to_padded
 from core.errors import ConfigError, Refused
 from core.loss import LossSpec
 from core.rollout import LogProbKind, SamplingParams
@@ -221,9 +221,9 @@ def prompts(num_prompts: int = 4) -> TensorDict:
     return TensorDict({"prompt_ids": jagged_from(ids, lengths)}, batch_size=[num_prompts])
 
 
-def log_prob_gap(worker: ActorRolloutRefWorker, sampled: TensorDict) -> float:
+def log_prob_gap(worker: ActorRolloutRefWorker, sampled: TensorDict, temperature: float = 1.0) -> float:
     """Largest difference between the rollout's and the trainer's log-probs of the sampled tokens."""
-    scored = worker.compute_log_prob(sampled)
+    scored = worker.compute_log_prob(sampled, temperature)
     assert scored is not None
     mask = sampled["response_mask"].values()
     gap = sampled["rollout_log_probs"].values() - scored["old_log_probs"].values()
@@ -255,31 +255,60 @@ def test_policy_and_rollout_agree_on_log_probs_before_and_after_an_update(
     sampling = SamplingParams(num_samples=2, max_new_tokens=8, temperature=temperature, seed=1, ignore_eos=True)
     for _ in range(2):
         sampled = whole.generate_sequences(prompts(), sampling)
-        assert log_prob_gap(whole, sampled) < 1e-4
-        batch = sampled.select("input_ids", "response_mask", "temperature")
-        scored = whole.compute_log_prob(batch)
-        reference = whole.compute_ref_log_prob(batch)
+        assert log_prob_gap(whole, sampled, temperature) < 1e-4
+        batch = sampled.select("input_ids", "response_mask")
+        scored = whole.compute_log_prob(batch, temperature)
+        reference = whole.compute_ref_log_prob(batch, temperature)
         assert scored is not None
         assert reference is not None
         batch["old_log_probs"], batch["ref_log_probs"] = scored["old_log_probs"], reference["ref_log_probs"]
         batch["advantages"] = torch.nested.nested_tensor_from_jagged(
             torch.randn(len(batch["input_ids"].values())), batch["input_ids"].offsets()
         )
-        whole.update_actor(batch)
+        whole.update_actor(batch, temperature=temperature)
         stale = whole.generate_sequences(prompts(), sampling)
-        assert log_prob_gap(whole, stale) > 1e-4
+        assert log_prob_gap(whole, stale, temperature) > 1e-4
         assert stale["weight_version"].tolist() == [whole.weight_version - 1] * 8
         with pytest.raises(Refused):
             whole.generate_sequences(prompts(), sampling, min_version=whole.weight_version)
         assert whole.update_weights() == whole.weight_version
-    assert log_prob_gap(whole, whole.generate_sequences(prompts(), sampling, whole.weight_version)) < 1e-4
+    fresh = whole.generate_sequences(prompts(), sampling, whole.weight_version)
+    assert log_prob_gap(whole, fresh, temperature) < 1e-4
+
+
+def test_rows_that_were_sampled_at_another_temperature_are_refused_before_anything_runs(
+    whole: ActorRolloutRefWorker,
+) -> None:
+    sampling = SamplingParams(num_samples=2, max_new_tokens=8, temperature=0.7, seed=1)
+    batch = whole.generate_sequences(prompts(), sampling)
+    batch["old_log_probs"] = batch["advantages"] = batch["rollout_log_probs"]
+    calls: list[Callable[[], Any]] = [
+        lambda: whole.compute_log_prob(batch, 1.0),
+        lambda: whole.compute_ref_log_prob(batch, 1.0),
+        lambda: whole.update_actor(batch, temperature=1.0),
+    ]
+    for call in calls:
+        with pytest.raises(Refused, match=r"another temperature[\s\S]*=1\.0[\s\S]*=0\.7"):
+            call()
+    assert whole.weight_version == 0
+    assert whole.compute_log_prob(batch.exclude("rollout_log_probs"), 1.0) is not None, "another one, on purpose"
+
+
+def test_greedy_rows_are_scored_at_temperature_1(whole: ActorRolloutRefWorker) -> None:
+    batch = whole.generate_sequences(prompts(), SamplingParams(max_new_tokens=8, temperature=0.0))
+    assert metadata(batch, "rollout_temperature") == 1.0
+    assert log_prob_gap(whole, batch, 1.0) < 1e-4
+    with pytest.raises(Refused, match="another temperature"):
+        whole.compute_log_prob(batch, 0.7)
+    with pytest.raises(Refused, match="above 0"):
+        whole.compute_log_prob(batch.exclude("rollout_log_probs"), 0.0)
 
 
 def test_the_reference_keeps_its_weights_while_the_policy_learns(whole: ActorRolloutRefWorker) -> None:
     batch = training_batch()
-    before = whole.compute_ref_log_prob(batch)
-    whole.update_actor(batch)
-    after, policy = whole.compute_ref_log_prob(batch), whole.compute_log_prob(batch)
+    before = whole.compute_ref_log_prob(batch, 1.0)
+    whole.update_actor(batch, temperature=1.0)
+    after, policy = whole.compute_ref_log_prob(batch, 1.0), whole.compute_log_prob(batch, 1.0)
     assert before is not None
     assert after is not None
     assert policy is not None
@@ -289,7 +318,7 @@ def test_the_reference_keeps_its_weights_while_the_policy_learns(whole: ActorRol
 
 def test_an_update_that_fails_midway_leaves_no_valid_weights_until_the_next(whole: ActorRolloutRefWorker) -> None:
     sampling = SamplingParams(max_new_tokens=4, seed=1)
-    whole.update_actor(training_batch())
+    whole.update_actor(training_batch(), temperature=1.0)
     with failing_bucket(whole.rollout, 3), pytest.raises(OSError, match="link"):
         whole.update_weights()
     assert whole.rollout is not None
@@ -321,12 +350,12 @@ def test_prompts_without_an_id_are_numbered_by_the_drivers_rows(whole: ActorRoll
 def test_a_role_has_its_parts_and_refuses_what_belongs_to_others(model: str, role: Role) -> None:
     worker = ActorRolloutRefWorker(whole_config(model, role))
     with pytest.raises(Refused, match=r"call init_model first|choose a role"):
-        worker.compute_log_prob(training_batch())
+        worker.compute_log_prob(training_batch(), 1.0)
     worker.init_model()
     assert sorted(worker.meshes) == sorted(role.parts)
     calls = {
-        "actor": lambda: worker.compute_log_prob(training_batch()),
-        "ref": lambda: worker.compute_ref_log_prob(training_batch()),
+        "actor": lambda: worker.compute_log_prob(training_batch(), 1.0),
+        "ref": lambda: worker.compute_ref_log_prob(training_batch(), 1.0),
         "rollout": lambda: worker.generate_sequences(
             prompts(), SamplingParams(max_new_tokens=2, log_probs=LogProbKind.RAW)
         ),
@@ -352,12 +381,12 @@ def test_a_checkpoint_brings_back_policy_step_and_version(model: str, tmp_path: 
         worker.init_model()
     with pytest.raises(Refused, match="already has its models"):
         first.init_model()
-    first.update_actor(training_batch())
+    first.update_actor(training_batch(), temperature=1.0)
     first.save_checkpoint(str(tmp_path / "step-1"), 1)
     assert second.load_checkpoint(str(tmp_path / "step-1")) == 1 == second.weight_version
     assert second.load_checkpoint(str(tmp_path / "step-1")) == 1
     assert second.weight_version == 2  # never one version for two sets of weights
-    scores = [worker.compute_log_prob(with_metadata(training_batch(), temperature=0.5)) for worker in (first, second)]
+    scores = [worker.compute_log_prob(training_batch(), 0.5) for worker in (first, second)]
     assert scores[0] is not None
     assert scores[1] is not None
     assert torch.equal(scores[0]["old_log_probs"].values(), scores[1]["old_log_probs"].values())
@@ -371,7 +400,7 @@ def test_the_trained_policy_is_written_as_a_directory_that_transformers_loads(mo
 
     worker = ActorRolloutRefWorker(whole_config(model, "actor"))
     worker.init_model()
-    worker.update_actor(training_batch())
+    worker.update_actor(training_batch(), temperature=1.0)
     worker.export_model(str(tmp_path / "trained"))
     assert worker.actor is not None
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained").state_dict()

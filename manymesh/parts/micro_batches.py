@@ -5,14 +5,20 @@ from __future__ import annotations
 import torch
 from tensordict import TensorDict
 
-from core.batch import is_jagged, metadata
+from core.batch import is_jagged
 from core.errors import Refused
 from core.loss import LossFn
 from core.manifest import Limits
 
 
 def check_request(
-    limits: Limits, loss_fn: LossFn | None, outputs: frozenset[str], *, forward_only: bool, where: str
+    limits: Limits,
+    loss_fn: LossFn | None,
+    outputs: frozenset[str],
+    *,
+    temperature: float,
+    forward_only: bool,
+    where: str,
 ) -> frozenset[str]:
     """The outputs that the model must make: what the loss needs, and in a forward pass what is asked for.
 
@@ -20,18 +26,25 @@ def check_request(
         where: method, as errors name it.
 
     Raises:
-        Refused: an output that the engine doesn't have, or training without a loss.
+        Refused: an output that the engine doesn't have, training without a loss, or a temperature that isn't above 0.
     """
     needs = frozenset(loss_fn.needs) if loss_fn is not None else frozenset()
     if unknown := sorted((needs | outputs) - limits.outputs):
         raise Refused(f"the engine has no outputs {unknown}", want=f"some of {sorted(limits.outputs)}", where=where)
     if loss_fn is None and not forward_only:
         raise Refused("training needs a loss", where=where, mend="pass loss_fn, or forward_only=True")
+    if not temperature > 0:
+        raise Refused(
+            "a temperature is above 0",
+            have=temperature,
+            where=where,
+            mend="score greedy rows, sampled at temperature 0, at temperature 1",
+        )
     return needs | outputs if forward_only else needs
 
 
 def check_padded(batch: TensorDict, *, where: str) -> None:
-    """Raises Refused for a micro-batch that isn't padded, (rows, tokens), or a temperature that isn't above 0."""
+    """Raises Refused for a micro-batch that isn't padded, (rows, tokens)."""
     ids, mask = batch.get("input_ids", None), batch.get("attention_mask", None)
     if ids is None or mask is None or is_jagged(ids) or ids.ndim != 2 or ids.shape != mask.shape:
         raise Refused(
@@ -40,9 +53,6 @@ def check_padded(batch: TensorDict, *, where: str) -> None:
             where=where,
             mend="use core.batch.to_padded",
         )
-    temperature = metadata(batch, "temperature", 1.0)
-    if not temperature > 0:
-        raise Refused("a temperature is above 0", have=temperature, where=f"the batch's metadata, in {where}")
 
 
 def check_loss(loss: torch.Tensor, loss_fn: LossFn, *, where: str) -> None:

@@ -161,7 +161,11 @@ class Responses:
         )
 
     def batch(self, prompts: Prompts, *, weight_version: int, temperature: float, log_prob_kind: str) -> TensorDict:
-        """The contract's columns, on the prompts' device; token columns share their offsets."""
+        """The contract's columns, on the prompts' device; token columns share their offsets.
+
+        Args:
+            temperature: that the rows were sampled at; 0 (greedy) is recorded as 1, whose log-probs greedy rows have.
+        """
         device, rows = prompts.tokens.device, len(self.lengths)
         out = TensorDict({}, batch_size=[rows])
         offsets = torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0)).to(device)
@@ -172,4 +176,4 @@ class Responses:
         out.set("weight_version", torch.full((rows,), weight_version, dtype=torch.int64, device=device))
         out.set("row_weight", prompts.row_weight)
         out.set("finish_reason", object_column(list(self.finish_reasons)))
-        return with_metadata(out, temperature=temperature, log_prob_kind=log_prob_kind)
+        return with_metadata(out, rollout_temperature=temperature or 1.0, log_prob_kind=log_prob_kind)

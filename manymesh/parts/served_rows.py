@@ -52,7 +52,7 @@ def served_batch(
     out = responses.batch(
         table,
         weight_version=version,
-        temperature=sampling.temperature or 1.0,
+        temperature=sampling.temperature,
         log_prob_kind=LogProbKind(sampling.log_probs).value,
     )
     by_row = [spans(row) for row in answers]

@@ -107,21 +107,33 @@ class ActorRolloutRefWorker(GeneratingWorker, SendsWeights):
         self._actor().set_loss_fn(loss)
 
     @register(on_mesh("actor"))
-    def compute_log_prob(self, batch: TensorDict) -> TensorDict | None:
-        """The policy's `old_log_probs` and `entropy`, token-aligned, at the batch's temperature."""
-        return _renamed(self._actor().infer_batch(batch, ("log_probs", "entropy")), log_probs="old_log_probs")
+    def compute_log_prob(self, batch: TensorDict, temperature: float) -> TensorDict | None:
+        """The policy's `old_log_probs` and `entropy` of softmax(logits / temperature), token-aligned.
+
+        Raises:
+            Refused: the rows were sampled at another temperature.
+        """
+        answer = self._actor().infer_batch(batch, ("log_probs", "entropy"), temperature=temperature)
+        return _renamed(answer, log_probs="old_log_probs")
 
     @register(on_mesh("ref"))
-    def compute_ref_log_prob(self, batch: TensorDict) -> TensorDict | None:
-        """The reference's `ref_log_probs`, token-aligned, at the batch's temperature."""
+    def compute_ref_log_prob(self, batch: TensorDict, temperature: float) -> TensorDict | None:
+        """The reference's `ref_log_probs` of softmax(logits / temperature), token-aligned.
+
+        Raises:
+            Refused: the rows were sampled at another temperature.
+        """
         if self.ref is None:
             raise self._lacks("ref")
-        return _renamed(self.ref.infer_batch(batch, ("log_probs",)), log_probs="ref_log_probs")
+        answer = self.ref.infer_batch(batch, ("log_probs",), temperature=temperature)
+        return _renamed(answer, log_probs="ref_log_probs")
 
     @register(on_mesh("actor"), num_blocks=lambda batch, num_mini_batches, epochs: num_mini_batches)
-    def update_actor(self, batch: TensorDict, num_mini_batches: int = 1, epochs: int = 1) -> dict[str, Metric]:
+    def update_actor(
+        self, batch: TensorDict, num_mini_batches: int = 1, epochs: int = 1, *, temperature: float
+    ) -> dict[str, Metric]:
         """Train the policy; see TrainingWorker.train_mini_batch. The weight version goes up by one."""
-        metrics = self._actor().train_mini_batch(batch, num_mini_batches, epochs)
+        metrics = self._actor().train_mini_batch(batch, num_mini_batches, epochs, temperature)
         self.weight_version += 1
         return metrics
 

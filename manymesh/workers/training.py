@@ -22,6 +22,7 @@ from core.registry import Choice, EngineRegistry
 from core.worker import Shard, Worker
 from manymesh.workers.export import export_directory
 from manymesh.workers.micro_batch import MicroBatchConfig, plan_micro_batches, round_up, widen
+from manymesh.workers.temperature import check_temperature
 
 
 @attrs.frozen
@@ -79,16 +80,24 @@ class TrainingWorker(Worker):
 
     @register(on_mesh("train"))
     def infer_batch(
-        self, batch: TensorDict, outputs: tuple[str, ...] = ("log_probs",), with_loss: bool = False
+        self,
+        batch: TensorDict,
+        outputs: tuple[str, ...] = ("log_probs",),
+        with_loss: bool = False,
+        temperature: float = 1.0,
     ) -> tuple[TensorDict | None, dict[str, Metric]] | None:
         """Forward only.
 
         Args:
             outputs: model outputs to return as columns, token-aligned.
             with_loss: also evaluate the loss, normalised over the whole batch.
+            temperature: of the policy: log-probs and entropy are of softmax(logits / temperature).
 
         Returns:
             (batch of the outputs, or None when none was asked for; metrics of the loss).
+
+        Raises:
+            Refused: an output that the engine doesn't have, no rows, or rows that were sampled at another temperature.
         """
         loss_fn = _WithLoss(self._need_loss()) if with_loss else None
         unknown = set(outputs) - self.engine.limits.outputs
@@ -99,32 +108,47 @@ class TrainingWorker(Worker):
             )
         if not len(batch):
             raise Refused("an empty batch cannot be run")
+        needs = loss_fn.needs if loss_fn is not None else frozenset()
+        check_temperature(batch, temperature, needs | set(outputs))
         (step,) = self._plan([batch])
         with self.engine.eval_mode(), torch.no_grad():
             results = self.engine.forward_backward(
-                step.micro_batches, loss_fn, step.scale, forward_only=True, outputs=frozenset(outputs)
+                step.micro_batches,
+                loss_fn,
+                step.scale,
+                temperature=temperature,
+                forward_only=True,
+                outputs=frozenset(outputs),
             )
         if results is None:  # not the last pipeline stage: somebody else answers
             return None
         return step.gather(batch, results, outputs), Metric.join_all([dict(r.metrics) for r in results])
 
     @register(on_mesh("train"))
-    def train_batch(self, batch: TensorDict) -> dict[str, Metric]:
+    def train_batch(self, batch: TensorDict, temperature: float = 1.0) -> dict[str, Metric]:
         """One optimizer step on the whole batch. See train_mini_batch."""
-        return self.train_mini_batch(batch)
+        return self.train_mini_batch(batch, temperature=temperature)
 
     @register(on_mesh("train"), num_blocks=lambda batch, num_mini_batches, epochs: num_mini_batches)
-    def train_mini_batch(self, batch: TensorDict, num_mini_batches: int = 1, epochs: int = 1) -> dict[str, Metric]:
+    def train_mini_batch(
+        self, batch: TensorDict, num_mini_batches: int = 1, epochs: int = 1, temperature: float = 1.0
+    ) -> dict[str, Metric]:
         """Epochs over mini-batches, one optimizer step a mini-batch.
 
         Args:
             batch: with `response_mask`; `row_weight` is 1 where absent.
+            temperature: of the policy: the loss's log-probs and entropy are of softmax(logits / temperature).
 
         Returns:
             the loss's metrics over all steps; "loss", "grad_norm" and "lr" as means over steps; "num_tokens" that the
             loss counted; "skipped_steps" whose gradients were not finite.
+
+        Raises:
+            Refused: there is no loss, the batch lacks what it reads, the rows don't make equal mini-batches, or were
+                sampled at another temperature.
         """
         loss_fn = self._need_loss()
+        check_temperature(batch, temperature, loss_fn.needs)
         missing = sorted(getattr(loss_fn, "reads", frozenset()) - set(batch.keys()))
         if missing:
             raise Refused(
@@ -139,7 +163,7 @@ class TrainingWorker(Worker):
         parts: list[dict[str, Metric]] = []
         with self.engine.train_mode():
             for _ in range(epochs):
-                parts += [self._train_step(step, loss_fn) for step in steps]
+                parts += [self._train_step(step, loss_fn, temperature) for step in steps]
         return _join_steps(parts)
 
     @register()
@@ -179,9 +203,11 @@ class TrainingWorker(Worker):
             raise Refused("the worker has no loss", mend="set `loss` in its config or call set_loss_fn")
         return self._loss_fn
 
-    def _train_step(self, step: _Step, loss_fn: LossFn) -> dict[str, Metric]:
+    def _train_step(self, step: _Step, loss_fn: LossFn, temperature: float) -> dict[str, Metric]:
         self.engine.optimizer_zero_grad()
-        results = self.engine.forward_backward(step.micro_batches, _WithLoss(loss_fn), step.scale)
+        results = self.engine.forward_backward(
+            step.micro_batches, _WithLoss(loss_fn), step.scale, temperature=temperature
+        )
         info = self.engine.optimizer_step()
         lr = self.engine.lr_scheduler_step()
         metrics = Metric.join_all([dict(result.metrics) for result in results or ()])

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from tensordict import TensorDict
 
-from core.batch import row_lengths, select, to_padded, with_metadata
+from core.batch import row_lengths, select, to_padded
 from core.errors import Refused
 from core.group import RayClassWithInitArgs, WorkerGroup
 from core.transport.local import LocalWorkerGroup
@@ -65,7 +65,7 @@ class Run:
         prompts, _ = self.trainer.data.batch(STEPS, 4)
         sampling = attrs.evolve(self.trainer.config.sampling, seed=1)
         batch: TensorDict = self.group.generate_sequences(prompts, sampling, min_version=self.trainer.version)
-        return with_metadata(batch, temperature=TEMPERATURE)
+        return batch
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_rollout_and_exported_model_have_the_weights_that_the_trainer_has(run: R
     sampled = run.sample()
     assert sampled["weight_version"].tolist() == [run.trainer.version] * 16
     assert len(set(row_lengths(sampled).tolist())) > 1
-    scored = run.group.compute_log_prob(sampled)
+    scored = run.group.compute_log_prob(sampled, TEMPERATURE)
     mask = sampled["response_mask"].values()
     gap = (sampled["rollout_log_probs"].values() - scored["old_log_probs"].values())[mask]
     assert gap.abs().max() < 1e-4
@@ -131,18 +131,18 @@ def test_rollout_and_exported_model_have_the_weights_that_the_trainer_has(run: R
 @pytest.mark.ci
 def test_the_reference_is_what_the_policy_began_as(run: Run) -> None:
     sampled = run.sample()
-    found = run.group.compute_ref_log_prob(sampled)["ref_log_probs"].values()
+    found = run.group.compute_ref_log_prob(sampled, TEMPERATURE)["ref_log_probs"].values()
     padded = to_padded(sampled)
     want = PlainTrainer(run.start).outputs(padded, TEMPERATURE)["log_probs"][padded["attention_mask"]]
     assert torch.allclose(found, want, atol=1e-5)
-    assert (found - run.group.compute_log_prob(sampled)["old_log_probs"].values()).abs().max() > 1e-2
+    assert (found - run.group.compute_log_prob(sampled, TEMPERATURE)["old_log_probs"].values()).abs().max() > 1e-2
 
 
 @pytest.mark.ci
 def test_one_row_alone_is_answered_as_it_is_among_others(run: Run) -> None:
     sampled = run.sample()
-    among = select(run.group.compute_log_prob(sampled), torch.tensor([5]))
-    alone = run.group.compute_log_prob(select(sampled, torch.tensor([5])))
+    among = select(run.group.compute_log_prob(sampled, TEMPERATURE), torch.tensor([5]))
+    alone = run.group.compute_log_prob(select(sampled, torch.tensor([5])), TEMPERATURE)
     assert torch.allclose(alone["old_log_probs"].values(), among["old_log_probs"].values(), atol=1e-5)
 
 

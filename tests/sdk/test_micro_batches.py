@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.batch import to_jagged, with_metadata
+from core.batch import to_jagged
 from core.errors import Refused
 from core.manifest import Limits
 from manymesh.parts.micro_batches import check_loss, check_padded, check_request
@@ -19,7 +19,7 @@ LIMITS = Limits(outputs=frozenset({"log_probs", "entropy", "values"}))
 
 def test_a_model_makes_what_the_loss_needs_and_without_training_what_is_asked_for_too() -> None:
     def wanted(loss: Any, *outputs: str, forward_only: bool) -> frozenset[str]:
-        return check_request(LIMITS, loss, frozenset(outputs), forward_only=forward_only, where=WHERE)
+        return check_request(LIMITS, loss, frozenset(outputs), temperature=1.0, forward_only=forward_only, where=WHERE)
 
     assert wanted(PolicyLoss(), "values", forward_only=False) == {"log_probs", "entropy"}
     assert wanted(PolicyLoss(), "values", forward_only=True) == {"log_probs", "entropy", "values"}
@@ -34,7 +34,12 @@ def test_a_model_makes_what_the_loss_needs_and_without_training_what_is_asked_fo
 def test_a_loss_that_needs_what_the_engine_lacks_is_refused() -> None:
     with pytest.raises(Refused, match=r"no outputs \['entropy'\](.|\n)*log_probs"):
         check_request(
-            Limits(outputs=frozenset({"log_probs"})), PolicyLoss(), frozenset(), forward_only=True, where=WHERE
+            Limits(outputs=frozenset({"log_probs"})),
+            PolicyLoss(),
+            frozenset(),
+            temperature=1.0,
+            forward_only=True,
+            where=WHERE,
         )
 
 
@@ -45,14 +50,18 @@ def test_a_loss_that_needs_what_the_engine_lacks_is_refused() -> None:
         (lambda batch: batch.exclude("attention_mask"), "padded"),
         (lambda batch: batch.exclude("input_ids"), "padded"),
         (lambda batch: batch.set("attention_mask", batch["attention_mask"][:, :-1]), "padded"),
-        (lambda batch: with_metadata(batch, temperature=0.0), rf"above 0(.|\n)*{WHERE}"),
-        (lambda batch: with_metadata(batch, temperature=float("nan")), "above 0"),
     ],
 )
-def test_only_padded_rows_at_a_temperature_above_0_can_be_run(spoil: Any, message: str) -> None:
+def test_only_padded_rows_can_be_run(spoil: Any, message: str) -> None:
     check_padded(make_batch(), where=WHERE)
     with pytest.raises(Refused, match=message):
         check_padded(spoil(make_batch()), where=WHERE)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_a_temperature_is_above_0(temperature: float) -> None:
+    with pytest.raises(Refused, match=rf"above 0(.|\n)*{WHERE}(.|\n)*temperature 1"):
+        check_request(LIMITS, PolicyLoss(), frozenset(), temperature=temperature, forward_only=True, where=WHERE)
 
 
 def test_a_loss_must_come_from_the_models_outputs() -> None:

@@ -20,7 +20,7 @@ import yaml
 from rich.console import Console
 from tensordict import TensorDict
 
-from core.batch import contiguous, objects, with_metadata
+from core.batch import contiguous, objects
 from core.errors import Refused
 from core.manifest import ModelFacts
 from core.rollout import SamplingParams
@@ -153,13 +153,13 @@ class GrpoTrainer:
             rewards = self.reward(completions, rows)
 
         batch = sampled.select("input_ids", "response_mask")
-        with_metadata(batch, temperature=config.sampling.temperature)
+        temperature = config.sampling.temperature
         with phase("old_log_prob"):
-            scored = group.compute_log_prob(batch)
+            scored = group.compute_log_prob(batch, temperature)
             batch["old_log_probs"] = scored["old_log_probs"]
         if config.uses_ref:
             with phase("ref_log_prob"):
-                reference = group.compute_ref_log_prob(batch.select("input_ids", "response_mask", "temperature"))
+                reference = group.compute_ref_log_prob(batch.select("input_ids", "response_mask"), temperature)
                 batch["ref_log_probs"] = reference["ref_log_probs"]
         with phase("advantage"):
             by_row = group_advantages(
@@ -171,7 +171,7 @@ class GrpoTrainer:
             batch["advantages"] = spread_over_tokens(by_row, batch)
         with phase("update"):
             trained: dict[str, float] = group.update_actor(
-                batch, config.algorithm.num_mini_batches, config.algorithm.epochs
+                batch, config.algorithm.num_mini_batches, config.algorithm.epochs, temperature=temperature
             )
         with phase("sync"):
             self.version = group.update_weights()

@@ -17,7 +17,6 @@ from tensordict import TensorDict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from core.batch import metadata
 from core.device import choose_device
 from core.engine import MicroResult, StepInfo, WeightSpec
 from core.errors import Refused
@@ -138,6 +137,7 @@ class FsdpEngine:
         loss_fn: LossFn | None,
         scale: LossScale,
         *,
+        temperature: float = 1.0,
         forward_only: bool = False,
         outputs: frozenset[str] = frozenset(),
     ) -> list[MicroResult]:
@@ -150,7 +150,9 @@ class FsdpEngine:
         loaded = self._ready()
         model = loaded.model
         where = "FsdpEngine.forward_backward"
-        wanted = check_request(self._limits, loss_fn, outputs, forward_only=forward_only, where=where)
+        wanted = check_request(
+            self._limits, loss_fn, outputs, temperature=temperature, forward_only=forward_only, where=where
+        )
         if not forward_only:
             self._training()
         self._on("model")
@@ -166,7 +168,7 @@ class FsdpEngine:
                         model.set_requires_gradient_sync(number == last)
                         model.set_is_last_backward(number == last)
                     batch = batch if batch["input_ids"].device == self._device else batch.to(self._device)
-                    made = self._outputs(model, batch, wanted)
+                    made = self._outputs(model, batch, wanted, temperature)
                     metrics: Mapping[str, Any] = {}
                     if loss_fn is not None:
                         loss, metrics = loss_fn({name: made[name] for name in loss_fn.needs}, batch, scale)
@@ -185,7 +187,9 @@ class FsdpEngine:
                 unit.reshard()
         return results
 
-    def _outputs(self, model: Any, batch: TensorDict, wanted: frozenset[str]) -> dict[str, torch.Tensor]:
+    def _outputs(
+        self, model: Any, batch: TensorDict, wanted: frozenset[str], temperature: float
+    ) -> dict[str, torch.Tensor]:
         """The wanted outputs, padded (rows, tokens) fp32, 0 at position 0 and in padding."""
         if not wanted:
             return {}
@@ -198,7 +202,6 @@ class FsdpEngine:
             ids = ids[mask][None]
         # No mask: padding stands on the right, where a causal model's real tokens don't look.
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        temperature = metadata(batch, "temperature", 1.0)
         made = token_outputs(logits, ids, temperature, entropy="entropy" in wanted)
         empty = ~mask
         empty[:, 0] = True

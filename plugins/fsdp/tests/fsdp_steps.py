@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from core.batch import select
 from manymesh_fsdp.config import FsdpConfig
 from manymesh_fsdp.engine import FsdpEngine
-from sdk.reference import BOTH, OPTIMIZER, PolicyLoss, scale_of
+from sdk.reference import BOTH, OPTIMIZER, TEMPERATURE, PolicyLoss, scale_of
 
 
 def shares(batch: TensorDict, rank: int, world_size: int, num_micro: int) -> list[TensorDict]:
@@ -32,7 +32,7 @@ def step(engine: FsdpEngine, batch: TensorDict, num_micro: int = 1) -> tuple[flo
     with engine.train_mode():
         engine.optimizer_zero_grad()
         micro_batches = shares(batch, mesh.dp_rank, mesh.dp_size, num_micro)
-        results = engine.forward_backward(micro_batches, PolicyLoss(), scale_of(batch))
+        results = engine.forward_backward(micro_batches, PolicyLoss(), scale_of(batch), temperature=TEMPERATURE)
         info = engine.optimizer_step()
         engine.lr_scheduler_step()
     return sum(result.metrics["loss"].total for result in results), info.grad_norm, info.skipped
@@ -45,7 +45,9 @@ def weights(engine: FsdpEngine) -> dict[str, torch.Tensor]:
 def infer(engine: FsdpEngine, batch: TensorDict, outputs: frozenset[str] = BOTH) -> dict[str, torch.Tensor]:
     """Outputs of the whole batch on this rank, whatever its peers are given."""
     with engine.eval_mode():
-        (result,) = engine.forward_backward([batch], None, scale_of(batch), forward_only=True, outputs=outputs)
+        (result,) = engine.forward_backward(
+            [batch], None, scale_of(batch), temperature=TEMPERATURE, forward_only=True, outputs=outputs
+        )
     assert result.outputs is not None
     return dict(result.outputs.items())
 

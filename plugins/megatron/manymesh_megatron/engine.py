@@ -173,6 +173,7 @@ class MegatronEngine:
         loss_fn: LossFn | None,
         scale: LossScale,
         *,
+        temperature: float = 1.0,
         forward_only: bool = False,
         outputs: frozenset[str] = frozenset(),
     ) -> list[MicroResult] | None:
@@ -185,7 +186,9 @@ class MegatronEngine:
         """
         loaded = self._ready()
         where = "MegatronEngine.forward_backward"
-        wanted = check_request(self._limits, loss_fn, outputs, forward_only=forward_only, where=where)
+        wanted = check_request(
+            self._limits, loss_fn, outputs, temperature=temperature, forward_only=forward_only, where=where
+        )
         if not forward_only:
             self._training()
         self._on("model")
@@ -197,6 +200,7 @@ class MegatronEngine:
             micro_batches=micro_batches,
             loss_fn=loss_fn,
             scale=scale,
+            temperature=temperature,
             forward_only=forward_only,
             outputs=outputs,
             wanted=wanted,

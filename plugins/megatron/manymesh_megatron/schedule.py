@@ -12,7 +12,6 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from tensordict import TensorDict
 
-from core.batch import metadata
 from core.engine import MicroResult
 from core.errors import Refused
 from core.loss import LossFn, LossScale, Metric
@@ -59,6 +58,7 @@ class Step:
     micro_batches: Sequence[TensorDict]
     loss_fn: LossFn | None
     scale: LossScale
+    temperature: float
     forward_only: bool
     outputs: frozenset[str]
     wanted: frozenset[str]
@@ -101,7 +101,7 @@ class Step:
         self, output: torch.Tensor, rows: Rows, batch: TensorDict
     ) -> tuple[torch.Tensor, torch.Tensor, MicroResult]:
         """(share of the loss, nothing for megatron to divide by, what the engine returns)."""
-        made = self._outputs(output, rows, metadata(batch, "temperature", 1.0))
+        made = self._outputs(output, rows)
         share = output.new_zeros((), dtype=torch.float32)
         metrics: Mapping[str, Metric] = {}
         if self.loss_fn is not None:
@@ -112,7 +112,7 @@ class Step:
         result = MicroResult(TensorDict(kept, batch.batch_size) if kept else None, metrics)
         return share, torch.zeros((), dtype=torch.int, device=output.device), result
 
-    def _outputs(self, output: torch.Tensor, rows: Rows, temperature: float) -> dict[str, torch.Tensor]:
+    def _outputs(self, output: torch.Tensor, rows: Rows) -> dict[str, torch.Tensor]:
         """The wanted outputs, whole (rows, tokens) fp32 on every rank of the last stage.
 
         Args:
@@ -125,7 +125,7 @@ class Step:
         log_probs, entropy = vocab_log_probs(
             output.flatten(0, 1),
             rows.targets.flatten(),
-            temperature,
+            self.temperature,
             "entropy" in self.wanted,
             parallel_state.get_tensor_model_parallel_group(),
             self.vocab_size,

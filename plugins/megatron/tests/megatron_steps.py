@@ -23,7 +23,7 @@ from manymesh.workers.micro_batch import MicroBatchConfig
 from manymesh.workers.training import TrainingWorker, TrainingWorkerConfig
 from manymesh_megatron.config import MegatronConfig
 from manymesh_megatron.engine import MegatronEngine
-from sdk.reference import OPTIMIZER, PolicyLoss, ValueLoss, scale_of
+from sdk.reference import OPTIMIZER, TEMPERATURE, PolicyLoss, ValueLoss, scale_of
 
 SLOW = attrs.evolve(OPTIMIZER, lr=1e-3)  # so that three steps stay near enough to compare losses
 LOSSES = {"language_model": "sdk.reference:PolicyLoss", "value_model": "sdk.reference:ValueLoss"}
@@ -53,7 +53,7 @@ def step(engine: MegatronEngine, batch: TensorDict, number: int = 4) -> tuple[fl
     loss = ValueLoss() if "values" in engine.limits.outputs else PolicyLoss()
     with engine.train_mode():
         engine.optimizer_zero_grad()
-        engine.forward_backward(micro_batches(engine, batch, number), loss, scale_of(batch))
+        engine.forward_backward(micro_batches(engine, batch, number), loss, scale_of(batch), temperature=TEMPERATURE)
         info = engine.optimizer_step()
         engine.lr_scheduler_step()
     return info.grad_norm, info.skipped
@@ -82,7 +82,12 @@ def infer(engine: MegatronEngine, batch: TensorDict) -> dict[str, torch.Tensor] 
     padded = to_padded(to_jagged(batch), multiple=engine.limits.sequence_multiple)
     with engine.eval_mode():
         results = engine.forward_backward(
-            [padded] * engine.limits.micro_batch_multiple, None, scale_of(batch), forward_only=True, outputs=outputs
+            [padded] * engine.limits.micro_batch_multiple,
+            None,
+            scale_of(batch),
+            temperature=TEMPERATURE,
+            forward_only=True,
+            outputs=outputs,
         )
     if results is None or results[0].outputs is None:
         return None
@@ -120,8 +125,8 @@ def train(
     try:
         worker.reset()
         start = dict(worker.engine.export_weights())
-        answer = worker.infer_batch(mine[0], tuple(worker.engine.limits.outputs))
-        metrics = [worker.train_mini_batch(batch) for batch in mine]
+        answer = worker.infer_batch(mine[0], tuple(worker.engine.limits.outputs), temperature=TEMPERATURE)
+        metrics = [worker.train_mini_batch(batch, temperature=TEMPERATURE) for batch in mine]
         return {
             "collected": mesh.is_collect,
             "dp_rank": mesh.dp_rank,

@@ -18,7 +18,7 @@ from core.engine import Engine
 from core.errors import ConfigError, Refused
 from manymesh_megatron.config import MegatronConfig
 from manymesh_megatron.engine import MegatronEngine
-from sdk.reference import BOTH, PolicyLoss, make_batch, movement_error, scale_of
+from sdk.reference import BOTH, TEMPERATURE, PolicyLoss, make_batch, movement_error, scale_of
 
 
 @pytest.fixture(scope="session")
@@ -207,7 +207,7 @@ def test_weight_decay_leaves_norms_and_biases_alone(on, model_dir) -> None:
             batch["row_weight"].zero_()
             with engine.train_mode():
                 engine.optimizer_zero_grad()
-                engine.forward_backward([batch], PolicyLoss(), scale_of(make_batch()))
+                engine.forward_backward([batch], PolicyLoss(), scale_of(make_batch()), temperature=TEMPERATURE)
                 engine.optimizer_step()
             for name, after in weights(engine).items():
                 want = before[name] * (1 - 1e-2 * 0.5) if after.ndim > 1 else before[name]

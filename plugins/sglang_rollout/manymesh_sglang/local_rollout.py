@@ -55,7 +55,7 @@ class SglangRollout(BaseReleasingRollout):
 
         Sample j of the prompt with prompt_id i (its row number where there is no such column) draws from
         (sampling.seed, i, j); without a seed, from fresh entropy. With temperature 0, log-probabilities RAW and
-        TEMPERATURE are those of the untempered model, PROCESSED are 0, and the metadata `temperature` is 1.
+        TEMPERATURE are those of the untempered model, PROCESSED are 0, and the metadata `rollout_temperature` is 1.
 
         Raises:
             Refused: no valid weights, or older than min_version, or the KV cache is released; prompts that are empty,
@@ -82,7 +82,7 @@ class SglangRollout(BaseReleasingRollout):
         return responses.batch(
             table,
             weight_version=version,
-            temperature=sampling.temperature or 1.0,
+            temperature=sampling.temperature,
             log_prob_kind=LogProbKind(sampling.log_probs).value,
         )
 

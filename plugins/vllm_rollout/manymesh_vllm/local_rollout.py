@@ -99,7 +99,7 @@ class VllmRollout(BaseReleasingRollout):
 
         Sample j of the prompt with prompt_id i (its row number where there is no such column) draws from
         (sampling.seed, i, j); without a seed, from fresh entropy. With temperature 0, log-probabilities RAW and
-        TEMPERATURE are those of the untempered model, PROCESSED are 0, and the metadata `temperature` is 1.
+        TEMPERATURE are those of the untempered model, PROCESSED are 0, and the metadata `rollout_temperature` is 1.
 
         Collective over the ranks of one dp rank, which give the same rows.
 
@@ -133,7 +133,7 @@ class VllmRollout(BaseReleasingRollout):
         return responses.batch(
             table,
             weight_version=version,
-            temperature=sampling.temperature or 1.0,
+            temperature=sampling.temperature,
             log_prob_kind=LogProbKind(sampling.log_probs).value,
         )
 

@@ -11,13 +11,13 @@ import attrs
 import torch
 from tensordict import TensorDict
 
-from core.batch import metadata, select, to_jagged, to_padded, with_metadata
+from core.batch import select, to_jagged, to_padded
 from core.config import OptimizerConfig
 from core.errors import Refused
 from core.loss import LossFn
 from sdk.conformance.base import Subject, gate
 from sdk.conformance.suites.mesh import MeshSuite
-from sdk.reference import BOTH, PlainTrainer, PolicyLoss, ValueLoss, make_batch, scale_of
+from sdk.reference import BOTH, TEMPERATURE, PlainTrainer, PolicyLoss, ValueLoss, make_batch, scale_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -166,15 +166,16 @@ def cut(batch: TensorDict, multiple: int) -> TensorDict:
     if width > batch["input_ids"].shape[1]:
         return to_padded(to_jagged(batch), multiple=multiple)
     columns = {name: value[:, :width] if value.ndim > 1 else value for name, value in batch.items()}
-    narrow = TensorDict({name: value.contiguous() for name, value in columns.items()}, batch.batch_size)
-    return with_metadata(narrow, temperature=metadata(batch, "temperature", 1.0))
+    return TensorDict({name: value.contiguous() for name, value in columns.items()}, batch.batch_size)
 
 
 def step(engine: Any, batch: TensorDict, loss: LossFn, num_micro: int = 1) -> tuple[float, float, float, bool]:
     """One optimizer step on a global batch: this rank's loss, the gradient's norm, the rate, whether it was skipped."""
     with engine.train_mode():
         engine.optimizer_zero_grad()
-        results = engine.forward_backward(micro_batches(engine, batch, num_micro), loss, scale_of(batch))
+        results = engine.forward_backward(
+            micro_batches(engine, batch, num_micro), loss, scale_of(batch), temperature=TEMPERATURE
+        )
         info = engine.optimizer_step()
         rate = engine.lr_scheduler_step()
     total = sum(result.metrics["loss"].total for result in results or ())
@@ -182,13 +183,19 @@ def step(engine: Any, batch: TensorDict, loss: LossFn, num_micro: int = 1) -> tu
 
 
 def infer(
-    engine: Any, batch: TensorDict, outputs: frozenset[str], mode: Callable[[], Any] | None = None
+    engine: Any,
+    batch: TensorDict,
+    outputs: frozenset[str],
+    mode: Callable[[], Any] | None = None,
+    temperature: float = TEMPERATURE,
 ) -> Tensors | None:
     """Outputs of the whole batch on this rank, whatever its peers are given; None where the last stage is elsewhere."""
     wide = batch if batch["input_ids"].shape[1] % engine.limits.sequence_multiple == 0 else cut(batch, 1)
     given = [wide] * engine.limits.micro_batch_multiple
     with mode() if mode else engine.eval_mode():
-        results = engine.forward_backward(given, None, scale_of(batch), forward_only=True, outputs=outputs)
+        results = engine.forward_backward(
+            given, None, scale_of(batch), temperature=temperature, forward_only=True, outputs=outputs
+        )
     if results is None or results[0].outputs is None:
         return None
     return {name: value.detach().cpu().clone() for name, value in results[0].outputs.items()}

@@ -13,7 +13,7 @@ import attrs
 import pytest
 import torch
 
-from core.batch import to_jagged, with_metadata
+from core.batch import to_jagged
 from core.config import OptimizerConfig
 from core.engine import Engine
 from core.errors import Refused
@@ -35,7 +35,7 @@ from sdk.conformance.suites.engine_base import (
     step,
     weights,
 )
-from sdk.reference import scale_of
+from sdk.reference import TEMPERATURE, scale_of
 
 SCHEDULED = OptimizerConfig(lr=1e-2, schedule="cosine", warmup_steps=2, total_steps=6, min_lr_ratio=0.1)
 
@@ -83,12 +83,11 @@ def answers_to_bad_requests(
     with engine_of(subject, model) as engine:
         rows = micro_batches(engine, batches[0], 2)
         jagged = [to_jagged(each) for each in rows]
-        cold = [with_metadata(each.copy(), temperature=0.0) for each in rows]
         requests: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "a loss that needs an output that no engine has": (rows, Needs(loss), {}),
             "an output that no engine has": (rows, None, {"forward_only": True, "outputs": frozenset({"logits"})}),
             "rows that aren't padded": (jagged, loss, {}),
-            "a temperature of 0": (cold, loss, {}),
+            "a temperature of 0": (rows, loss, {"temperature": 0.0}),
             "training without a loss": (rows, None, {}),
         }
         if engine.mesh.layout.size("pp") == 1:  # in a pipeline only the last stage runs the loss, and others wait
@@ -160,9 +159,11 @@ def eval_between(
         for number, batch in enumerate(BATCHES[:2]):
             engine.optimizer_zero_grad()
             if number:  # gradients that must not count
-                engine.forward_backward(micro_batches(engine, BATCHES[3]), loss, scale_of(BATCHES[3]))
+                engine.forward_backward(
+                    micro_batches(engine, BATCHES[3]), loss, scale_of(BATCHES[3]), temperature=TEMPERATURE
+                )
                 engine.optimizer_zero_grad()
-            engine.forward_backward(micro_batches(engine, batch), loss, scale_of(batch))
+            engine.forward_backward(micro_batches(engine, batch), loss, scale_of(batch), temperature=TEMPERATURE)
             infer(engine, BATCHES[2], outputs)
             if engine.mesh.layout.size("pp") == 1:  # an evaluation that fails, on all ranks
                 given = micro_batches(engine, BATCHES[2], 2)

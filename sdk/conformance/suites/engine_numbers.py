@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from core.batch import select, with_metadata
+from core.batch import select
 from core.config import OptimizerConfig
 from core.errors import Refused
 from core.loss import LossFn
@@ -28,7 +30,7 @@ from sdk.conformance.suites.engine_base import (
     step,
     weights,
 )
-from sdk.reference import PlainTrainer, make_batch, scale_of
+from sdk.reference import TEMPERATURE, PlainTrainer, make_batch, scale_of
 
 PACKED: dict[str, Any] = {"packing": True}
 
@@ -47,10 +49,11 @@ def infer_parts(
     with engine_of(subject, model, trainable=False, **options) as engine:
         given = micro_batches(engine, batch, 3)
         with engine.eval_mode():
-            results = engine.forward_backward(given, loss, scale_of(batch), forward_only=True, outputs=outputs)
+            run = partial(engine.forward_backward, given, temperature=TEMPERATURE, forward_only=True)
+            results = run(loss, scale_of(batch), outputs=outputs)
             asked = frozenset(sorted(outputs)[:1])
-            some = engine.forward_backward(given, None, scale_of(batch), forward_only=True, outputs=asked)
-            none = engine.forward_backward(given, loss, scale_of(batch), forward_only=True)
+            some = run(None, scale_of(batch), outputs=asked)
+            none = run(loss, scale_of(batch))
         if results is None:
             return None
         assert all(each.outputs.keys() == asked for each in some), "outputs are those that were asked for"
@@ -73,10 +76,12 @@ def infer_each(
     model: str,
     batches: list[TensorDict],
     outputs: frozenset[str],
+    temperatures: Sequence[float] = (TEMPERATURE,),
     **options: Any,
 ) -> list[Tensors | None]:
+    """Outputs of each batch at each temperature."""
     with engine_of(subject, model, trainable=False, **options) as engine:
-        return [infer(engine, batch, outputs) for batch in batches]
+        return [infer(engine, batch, outputs, temperature=each) for batch in batches for each in temperatures]
 
 
 def step_once(
@@ -159,14 +164,13 @@ class NumbersSuite(EngineSuite):
             total[dp_rank] = sum(metrics["loss"] for *_, metrics in parts)
         assert sum(total.values()) == pytest.approx(self.plain().losses[0], rel=1e-4), "an evaluation's loss"
 
-    def test_outputs_are_of_the_batchs_temperature(self) -> None:
-        """1 where the batch says none. A value has no temperature."""
-        warm = with_metadata(BATCHES[0].copy(), temperature=1.3)
-        bare = BATCHES[0].exclude("temperature")
-        ranks = self.on(self.alone(), infer_each, self.model_of_suite(), [warm, bare], self.outputs())
+    def test_outputs_are_of_the_temperature_of_the_call(self) -> None:
+        """A value has no temperature."""
+        warm = (1.3, 1.0)
+        ranks = self.on(self.alone(), infer_each, self.model_of_suite(), BATCHES[:1], self.outputs(), warm)
         reference = PlainTrainer(self.model_of_suite(), value_model=self.is_value())
         with torch.no_grad():
-            want = [reference.outputs(BATCHES[0], temperature) for temperature in (1.3, 1.0)]
+            want = [reference.outputs(BATCHES[0], temperature) for temperature in warm]
         for rank in ranks:
             for made, plain in zip(rank, want, strict=True):
                 for name in made or ():
@@ -177,7 +181,7 @@ class NumbersSuite(EngineSuite):
         """Rows of weight zero, one of them without a token."""
         filled = make_batch((9, 5, 7, 0, 4, 6, 2, 8), advantage=0.5)
         filled["row_weight"][3] = filled["row_weight"][6] = 0.0
-        real = with_metadata(select(filled, torch.tensor([0, 1, 2, 4, 5, 7])), temperature=0.7)
+        real = select(filled, torch.tensor([0, 1, 2, 4, 5, 7]))
         trainer = PlainTrainer(self.model_of_suite(), PLAIN_STEP, value_model=self.is_value())
         start, (loss, norm), end = trainer.weights(), trainer.step(real), trainer.weights()
         world_size = self.worlds_used()[-1]
@@ -245,6 +249,6 @@ def decay_once(
         before = weights(engine)
         with engine.train_mode():
             engine.optimizer_zero_grad()
-            engine.forward_backward(micro_batches(engine, batch), loss, scale_of(make_batch()))
+            engine.forward_backward(micro_batches(engine, batch), loss, scale_of(make_batch()), temperature=TEMPERATURE)
             engine.optimizer_step()
         return before, weights(engine)

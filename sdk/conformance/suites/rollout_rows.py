@@ -74,9 +74,9 @@ class RowSuite(RolloutSuite):
 
     def test_metadata_say_temperature_and_kind_of_log_probs(self, rollout: Rollout) -> None:
         out = rollout.generate(prompts([5]), self.sampling(temperature=0.7, max_new_tokens=1))
-        assert metadata(out, "temperature") == 0.7
+        assert metadata(out, "rollout_temperature") == 0.7
         assert metadata(out, "log_prob_kind") == self.log_prob_kind.value
-        assert metadata(rollout.generate(prompts([5]), self.greedy(1)), "temperature") == 1.0
+        assert metadata(rollout.generate(prompts([5]), self.greedy(1)), "rollout_temperature") == 1.0
 
     def test_filler_prompts_give_filler_rows(self, rollout: Rollout) -> None:
         batch = prompts([5], [6]).set("row_weight", torch.tensor([1.0, 0.0]))

@@ -10,7 +10,6 @@ import attrs
 import torch
 from tensordict import TensorDict
 
-from core.batch import with_metadata
 from core.engine import MicroResult, StepInfo
 from core.loss import LossScale
 from tests.sdk.kit.faults import Fault, caught_by
@@ -44,13 +43,14 @@ class PassFault(Fault):
         loss_fn: Any,
         scale: LossScale,
         *,
+        temperature: float = 1.0,
         forward_only: bool = False,
         outputs: frozenset[str] = frozenset(),
     ) -> list[MicroResult] | None:
         loss = None if loss_fn is None else FaultyLoss(loss_fn, self, len(micro_batches))
         batches = self.given(list(micro_batches), not forward_only)
         results = super().forward_backward(  # type: ignore[misc]
-            batches, loss, scale, forward_only=forward_only, outputs=outputs
+            batches, loss, scale, temperature=temperature, forward_only=forward_only, outputs=outputs
         )
         return results and self.results(results, micro_batches)
 
@@ -88,12 +88,12 @@ class ShiftsOutputs(PassFault):
         return self.changed(results, lambda value: value.roll(-1, 1))
 
 
-@caught_by("test_outputs_are_of_the_batchs_temperature")
+@caught_by("test_outputs_are_of_the_temperature_of_the_call")
 class IgnoresTemperature(PassFault):
-    """ignores the batch's temperature"""
+    """ignores the temperature"""
 
-    def given(self, batches: list[TensorDict], training: bool) -> list[TensorDict]:
-        return [with_metadata(batch.copy(), temperature=1.0) for batch in batches]
+    def forward_backward(self, *args: Any, temperature: float = 1.0, **options: Any) -> list[MicroResult] | None:
+        return super().forward_backward(*args, temperature=1.0, **options)
 
 
 @caught_by(f"{SUM}_micro_batches")

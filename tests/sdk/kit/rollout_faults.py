@@ -36,5 +36,6 @@ class GenerateFault(RolloutFault):
 
     def generate(self, batch: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
         out: TensorDict = super().generate(batch, self.asked(sampling), min_version=min_version)  # type: ignore[misc]
-        with_metadata(out, temperature=sampling.temperature or 1.0, log_prob_kind=LogProbKind(sampling.log_probs).value)
+        kind = LogProbKind(sampling.log_probs).value
+        with_metadata(out, rollout_temperature=sampling.temperature or 1.0, log_prob_kind=kind)
         return self.given(out, sampling) if len(out) else out

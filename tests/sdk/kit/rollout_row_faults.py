@@ -103,7 +103,7 @@ class SaysNothing(GenerateFault):
     """leaves the metadata out"""
 
     def given(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
-        return out.exclude("temperature", "log_prob_kind")
+        return out.exclude("rollout_temperature", "log_prob_kind")
 
 
 @caught_by("test_no_prompts_give_an_empty_batch_with_all_columns")

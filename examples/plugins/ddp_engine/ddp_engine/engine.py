@@ -31,7 +31,6 @@ from manymesh.parts.world_mesh import world_mesh, world_size
 from tensordict import TensorDict
 from torch.nn.parallel import DistributedDataParallel
 
-from core.batch import metadata
 from core.device import choose_device
 from core.engine import MicroResult, StepInfo, WeightSpec
 from core.errors import Refused
@@ -140,6 +139,7 @@ class DdpEngine:
         loss_fn: LossFn | None,
         scale: LossScale,
         *,
+        temperature: float = 1.0,
         forward_only: bool = False,
         outputs: frozenset[str] = frozenset(),
     ) -> list[MicroResult]:
@@ -150,7 +150,9 @@ class DdpEngine:
                 of an engine that is not trainable.
         """
         loaded, where = self._ready(), f"{type(self).__name__}.forward_backward"
-        wanted = check_request(self._limits, loss_fn, outputs, forward_only=forward_only, where=where)
+        wanted = check_request(
+            self._limits, loss_fn, outputs, temperature=temperature, forward_only=forward_only, where=where
+        )
         for batch in micro_batches:
             check_padded(batch, where=where)
         optimizer = None if forward_only else self._training()
@@ -163,7 +165,7 @@ class DdpEngine:
             for number, batch in enumerate(micro_batches, 1):
                 batch = batch.to(self._device)
                 with self._pass(loaded, forward_only=forward_only, last=number == len(micro_batches)) as model:
-                    made = self._outputs(model, batch, wanted)
+                    made = self._outputs(model, batch, wanted, temperature)
                     metrics: Mapping[str, Any] = {}
                     if loss_fn is not None:
                         loss, metrics = loss_fn({name: made[name] for name in loss_fn.needs}, batch, scale)
@@ -193,15 +195,15 @@ class DdpEngine:
             with nullcontext() if last else loaded.ddp.no_sync():
                 yield loaded.ddp
 
-    def _outputs(self, model: Any, batch: TensorDict, wanted: frozenset[str]) -> dict[str, torch.Tensor]:
+    def _outputs(
+        self, model: Any, batch: TensorDict, wanted: frozenset[str], temperature: float
+    ) -> dict[str, torch.Tensor]:
         """The wanted outputs, padded (rows, tokens) fp32, 0 at position 0 and in padding."""
         if not wanted:
             return {}
         # No mask: padding stands on the right, where a causal model's real tokens don't look.
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        made = token_outputs(
-            logits, batch["input_ids"], metadata(batch, "temperature", 1.0), entropy="entropy" in wanted
-        )
+        made = token_outputs(logits, batch["input_ids"], temperature, entropy="entropy" in wanted)
         empty = ~batch["attention_mask"].bool()
         empty[:, 0] = True
         return {name: value.masked_fill(empty, 0.0) for name, value in made.items() if name in wanted}

@@ -17,7 +17,6 @@ import torch
 from tensordict import TensorDict
 
 from core import LossSpec, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from core.batch import with_metadata
 from core.errors import WorkerFailed
 from core.rollout import SamplingParams
 from manymesh.workers import (
@@ -127,10 +126,10 @@ def test_a_trainers_weights_reach_all_replicas_in_the_midst_of_requests(cluster:
     trainer, client = cluster.trainer, cluster.client
     sampling = SamplingParams(num_samples=4, max_new_tokens=12, temperature=0.7, seed=3)
     batch = cluster.replicas[0].generate_sequences(prompts([1, 5, 6], [7]), sampling)
-    batch["old_log_probs"] = trainer.compute_log_prob(batch)["old_log_probs"]
+    batch["old_log_probs"] = trainer.compute_log_prob(batch, sampling.temperature)["old_log_probs"]
     signs = torch.linspace(-1, 1, batch["response_mask"].values().numel())
     batch["advantages"] = torch.nested.nested_tensor_from_jagged(signs, batch["response_mask"].offsets())
-    trainer.update_actor(with_metadata(batch, temperature=sampling.temperature))
+    trainer.update_actor(batch, temperature=sampling.temperature)
     streams = client.submit_all([[5], [6]], LONG)
     for stream in streams:
         begun(stream, 5)
@@ -143,7 +142,8 @@ def test_a_trainers_weights_reach_all_replicas_in_the_midst_of_requests(cluster:
         assert (old, new, num_old + num_new, stream.finish_reason) == (0, 1, 900, "length")
     for replica in cluster.replicas:
         fresh = replica.generate_sequences(prompts([1, 5, 6], [7]), sampling, min_version=1)
-        columns = trainer.compute_log_prob(fresh)["old_log_probs"], fresh["rollout_log_probs"], fresh["response_mask"]
+        scored = trainer.compute_log_prob(fresh, sampling.temperature)["old_log_probs"]
+        columns = scored, fresh["rollout_log_probs"], fresh["response_mask"]
         ours, theirs, mask = (column.values() for column in columns)
         assert (ours - theirs)[mask].abs().max() < 1e-4
 

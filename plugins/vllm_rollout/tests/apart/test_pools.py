@@ -17,7 +17,6 @@ import pytest
 import ray
 from rich.console import Console
 
-from core.batch import with_metadata
 from core.errors import Refused, TransferFailed
 from core.group import RayClassWithInitArgs, WorkerGroup
 from core.registry import EngineRegistry, Status
@@ -62,7 +61,7 @@ class Pools:
         sampling = attrs.evolve(self.trainer.config.sampling, temperature=0.7, seed=1)
         rows = self.rollouts.generate_sequences(prompts, sampling, min_version=version)
         assert rows["weight_version"].tolist() == [version] * len(rows)
-        scored = self.trainers.compute_log_prob(with_metadata(rows, temperature=0.7))
+        scored = self.trainers.compute_log_prob(rows, temperature=0.7)
         columns = scored["old_log_probs"], rows["rollout_log_probs"], rows["response_mask"]
         ours, theirs, mask = (column.values() for column in columns)
         return float((ours - theirs)[mask].abs().max())

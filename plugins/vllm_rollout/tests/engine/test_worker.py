@@ -11,7 +11,6 @@ import torch
 from tensordict import TensorDict
 
 from core import LossSpec, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from core.batch import with_metadata
 from core.errors import Refused
 from core.rollout import SamplingParams
 from manymesh.workers import ActorRolloutRefConfig, ActorRolloutRefWorker, RolloutWorkerConfig, TrainingWorkerConfig
@@ -55,7 +54,8 @@ def group(models: Models) -> Iterator[Any]:
 
 def disagreement(group: Any, batch: TensorDict) -> float:
     """Of the trainer's log-probabilities from the rollout's, the largest."""
-    columns = group.compute_log_prob(batch)["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"]
+    scored = group.compute_log_prob(batch, SAMPLING.temperature)["old_log_probs"]
+    columns = scored, batch["rollout_log_probs"], batch["response_mask"]
     ours, theirs, mask = (column.values() for column in columns)
     return float((ours - theirs)[mask].abs().max())
 
@@ -68,10 +68,10 @@ def test_policy_and_rollout_agree_after_each_update_and_only_then(group: Any) ->
     assert batch["prompt_id"].tolist() == [i for i in range(4) for _ in range(4)]
     assert disagreement(group, batch) < 1e-4
 
-    batch["old_log_probs"] = group.compute_log_prob(batch)["old_log_probs"]
+    batch["old_log_probs"] = group.compute_log_prob(batch, SAMPLING.temperature)["old_log_probs"]
     signs = torch.linspace(-1, 1, batch["response_mask"].values().numel())
     batch["advantages"] = torch.nested.nested_tensor_from_jagged(signs, batch["response_mask"].offsets())
-    group.update_actor(with_metadata(batch, temperature=SAMPLING.temperature))
+    group.update_actor(batch, temperature=SAMPLING.temperature)
     stale = group.generate_sequences(asked, SAMPLING)
     assert stale["weight_version"].tolist() == [0] * 16
     assert disagreement(group, stale) > 1e-2

@@ -26,7 +26,6 @@ from manymesh.parts.torch_checkpoint import read_tensors, write_tensors
 from manymesh.parts.world_mesh import world_mesh, world_size
 from tensordict import TensorDict
 
-from core.batch import metadata
 from core.device import choose_device
 from core.engine import MicroResult, StepInfo, WeightSpec
 from core.errors import Refused
@@ -122,6 +121,7 @@ class TemplateEngine:
         loss_fn: LossFn | None,
         scale: LossScale,
         *,
+        temperature: float = 1.0,
         forward_only: bool = False,
         outputs: frozenset[str] = frozenset(),
     ) -> list[MicroResult]:
@@ -132,7 +132,9 @@ class TemplateEngine:
                 of an engine that is not trainable.
         """
         loaded, where = self._ready(), f"{type(self).__name__}.forward_backward"
-        wanted = check_request(self._limits, loss_fn, outputs, forward_only=forward_only, where=where)
+        wanted = check_request(
+            self._limits, loss_fn, outputs, temperature=temperature, forward_only=forward_only, where=where
+        )
         for batch in micro_batches:
             check_padded(batch, where=where)
         optimizer = None if forward_only else self._training()
@@ -145,7 +147,7 @@ class TemplateEngine:
             with torch.no_grad() if forward_only else nullcontext():
                 for batch in micro_batches:
                     batch = batch.to(self._device)
-                    made = self._outputs(loaded.model, batch, wanted)
+                    made = self._outputs(loaded.model, batch, wanted, temperature)
                     metrics: Mapping[str, Any] = {}
                     if loss_fn is not None:
                         loss, metrics = loss_fn({name: made[name] for name in loss_fn.needs}, batch, scale)
@@ -162,15 +164,15 @@ class TemplateEngine:
             raise
         return results
 
-    def _outputs(self, model: Any, batch: TensorDict, wanted: frozenset[str]) -> dict[str, torch.Tensor]:
+    def _outputs(
+        self, model: Any, batch: TensorDict, wanted: frozenset[str], temperature: float
+    ) -> dict[str, torch.Tensor]:
         """The wanted outputs, padded (rows, tokens) fp32, 0 at position 0 and in padding."""
         if not wanted:
             return {}
         # No mask: padding stands on the right, where a causal model's real tokens don't look.
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        made = token_outputs(
-            logits, batch["input_ids"], metadata(batch, "temperature", 1.0), entropy="entropy" in wanted
-        )
+        made = token_outputs(logits, batch["input_ids"], temperature, entropy="entropy" in wanted)
         empty = ~batch["attention_mask"].bool()
         empty[:, 0] = True
         return {name: value.masked_fill(empty, 0.0) for name, value in made.items() if name in wanted}

@@ -80,7 +80,7 @@ class TemplateRollout(ModelRollout):
         return responses.batch(
             rows,
             weight_version=version,
-            temperature=sampling.temperature or 1.0,
+            temperature=sampling.temperature,
             log_prob_kind=LogProbKind(sampling.log_probs).value,
         )
 
