@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the same names, for type checkers and editors; at run time each is imported when it is asked for
+from core.lazy import lazy_names
+
+if TYPE_CHECKING:
     from core.config import EngineConfig as EngineConfig
     from core.config import OptimizerConfig as OptimizerConfig
     from core.config import RolloutConfig as RolloutConfig
@@ -71,47 +72,13 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors; at run time 
     from core.worker import Worker as Worker
     from core.worker import WorkerContext as WorkerContext
 
-_HOMES = {
-    "core.errors": (
-        "BadAnswer ConfigError DeadlineExceeded ManymeshError Refused RegistryError TransferFailed WorkerFailed"
-    ),
-    "core.mesh": "Mesh MeshLayout RankMesh Route",
-    "core.manifest": "Capability Limits Manifest Plan Planner",
-    "core.model_facts": "ModelFacts",
-    "core.hookspecs": "hookimpl",
-    "core.config": "EngineConfig OptimizerConfig RolloutConfig structure",
-    "core.loss": "LossFn LossScale LossSpec Metric",
-    "core.engine": "Engine MicroResult StepInfo WeightSpec",
-    "core.rollout": "GenerationDelta LogProbKind ReleasingRollout Rollout RolloutServer SamplingParams",
-    "core.transfer": "TransferRound WeightTransfer",
-    "core.reward": "Reward",
-    "core.environment": "Environment Episode",
-    "core.tracker": "Tracker",
-    "core.registry": "EngineRegistry",
-    "core.dispatch": (
-        "Dispatch DispatchMode Execute PerRank WeightedMean make_nd_compute_dataproto_dispatch_fn on_mesh register"
-    ),
-    "core.worker": "Worker WorkerContext",
-    "core.group": "ColocatedWorker Future Observer RayClassWithInitArgs WorkerGroup create_colocated_worker_cls",
-    "core.transport.local": "LocalWorkerGroup",
-    "core.transport.ray": "RayResourcePool RayWorkerGroup ResourcePoolManager",
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+    __version__: str
+else:
+    _public_name, __dir__, __all__ = lazy_names(__name__)
 
-__all__ = sorted(_HOME_OF)
+    def __getattr__(name):
+        if name == "__version__":
+            from importlib.metadata import version
 
-
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("manymesh")
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'core' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+            return version("manymesh")
+        return _public_name(name)

@@ -100,6 +100,83 @@ def row_lengths(batch: TensorDictBase) -> torch.Tensor:
     )
 
 
+def token_values(column: torch.Tensor) -> torch.Tensor:
+    """All tokens of a jagged column, in row order: (tokens, ...). A view, unless the column has holes.
+
+    Raises:
+        Refused: the column is padded, or no token column.
+    """
+    if not is_jagged(column):
+        raise Refused(
+            "the values of a padded column are not told from its padding",
+            have=f"a dense column {tuple(column.shape)}",
+            want="a jagged column (rows, tokens, ...)",
+            mend="core.batch.to_jagged(batch)",
+        )
+    return flat(column)[0]
+
+
+def response_lengths(response_mask: torch.Tensor) -> torch.Tensor:
+    """Response tokens of each row, int64 (rows,).
+
+    Args:
+        response_mask: bool (rows, tokens), jagged or padded; in a padded one False where there is padding.
+    """
+    if not is_jagged(response_mask):
+        return response_mask.sum(1, dtype=torch.int64)
+    values, offsets = flat(response_mask)
+    # torch's sum of jagged rows is slow; a running count read off where the rows end is not.
+    return starts(values)[offsets].diff()
+
+
+def response_tokens(column: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """A token column's values at response tokens alone, in row order: (response tokens, ...).
+
+    `response_tokens(ids, mask).split(response_lengths(mask).tolist())` has them by row.
+
+    Args:
+        column: (rows, tokens, ...), jagged or padded as the mask is.
+        response_mask: bool (rows, tokens).
+
+    Raises:
+        Refused: column and mask are not aligned.
+    """
+    values, mask = (flat(each)[0] if is_jagged(each) else each for each in (column, response_mask))
+    if is_jagged(column) != is_jagged(response_mask) or values.shape[: mask.dim()] != mask.shape:
+        raise Refused(
+            "the column is not aligned with the response mask",
+            have=f"a column {_form(column)}, a mask {_form(response_mask)}",
+            want="both jagged or both padded, with the same rows and tokens",
+        )
+    return values[mask.bool()]
+
+
+def spread_over_response(by_row: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """A value for each row, written to the row's response tokens, and 0 elsewhere: what advantages are.
+
+    Args:
+        by_row: (rows,).
+        response_mask: bool (rows, tokens), jagged or padded; the result is aligned with it.
+
+    Raises:
+        Refused: another number of values than rows.
+    """
+    if by_row.shape != response_mask.shape[:1]:
+        raise Refused(
+            "one value for each row is spread over its response tokens",
+            have=f"values {tuple(by_row.shape)}, {response_mask.shape[0]} rows",
+            want="values (rows,)",
+        )
+    if not is_jagged(response_mask):
+        return by_row[:, None] * response_mask
+    values, offsets = flat(response_mask)
+    return nested(by_row.repeat_interleave(offsets.diff()) * values, offsets)
+
+
+def _form(column: torch.Tensor) -> str:
+    return f"jagged with {len(flat(column)[0])} tokens" if is_jagged(column) else f"padded {tuple(column.shape)}"
+
+
 def take(batch: TensorDictBase, ranges: Sequence[Range]) -> TensorDict:
     """Rows of the ranges, in the order given. One range gives views, several give copies."""
     return Rows.of(batch).take(ranges).batch()

@@ -1,6 +1,6 @@
 """Write docs/reference.md from core's public names and manymesh.parts, by their sources: `python -m scripts.reference`.
 
-Nothing is imported, so what is written doesn't depend on what is installed. A test sees that the page is up to date.
+What is described is not imported, so the page doesn't depend on what is installed. A test sees that it is up to date.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+from core.lazy import typed_imports
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/reference.md"
@@ -44,11 +46,10 @@ def page() -> str:
 
 def core_names() -> dict[str, list[str]]:
     """core's public names by the modules that they come from, as core/__init__.py has them."""
-    for node in tree("core").body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "_HOMES":
-            homes: dict[str, str] = ast.literal_eval(node.value)
-            return {home: names.split() for home, names in homes.items()}
-    raise LookupError("core/__init__.py has no _HOMES")
+    names: dict[str, list[str]] = {}
+    for name, (home, _) in typed_imports("core").items():
+        names.setdefault(home, []).append(name)
+    return names
 
 
 def module(name: str, names: list[str] | None) -> Iterator[str]:

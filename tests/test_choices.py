@@ -13,6 +13,7 @@ from core import LocalWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWor
 from core.errors import RegistryError
 from core.registry import EngineRegistry
 from manymesh.recipes.grpo.config import GrpoConfig
+from manymesh.recipes.grpo.placement import Placement
 from manymesh.workers import RolloutWorker, RolloutWorkerConfig, TrainingWorker, TrainingWorkerConfig
 from tests.fake_distributions import BACKEND, forget, install, manifest, plugin
 
@@ -60,7 +61,7 @@ def test_the_recipe_hands_its_workers_what_its_driver_found(tmp_path: Path) -> N
             "run": {"dir": str(tmp_path / "run"), "steps": 1},
         }
     )
-    made = config.worker()
+    made = Placement(config).worker()
     for part, kind in ((made.actor, "engine"), (made.ref, "engine"), (made.rollout, "rollout")):
         assert part is not None
         assert part.choice == EngineRegistry.get(part.backend, kind=kind).choice

@@ -439,6 +439,7 @@ class Forgetful:
 
 
 def test_a_rollout_that_forgets_a_column_of_the_contract_is_named(whole: ActorRolloutRefWorker) -> None:
-    whole.rollout = Forgetful(whole.rollout)
+    forgetful: Any = Forgetful(whole.rollout)
+    whole.rollout = forgetful
     with pytest.raises(Refused, match="'hf' answered without columns of the contract: finish_reason"):
         whole.generate_sequences(prompts(), SamplingParams(max_new_tokens=2))

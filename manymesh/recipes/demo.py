@@ -1,8 +1,7 @@
-"""`python -m manymesh.recipes.demo`: a tiny model learns to copy four digits, on two Ray workers, within a
-minute or two.
+"""`python -m manymesh.recipes.demo`: a tiny model learns to copy four digits on two Ray workers, in a minute or two.
 
-Model, tokenizer and data are made on the spot. Training by FSDP and sampling by transformers run in the
-same processes; `--config FILE` lays other settings over the demo's, such as another backend's.
+Model, tokenizer and data are made on the spot. Training by FSDP and sampling by transformers run in the same
+processes; `--config FILE` lays other settings over the demo's, such as another backend's.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from manymesh.recipes.grpo.__main__ import guarded
+from manymesh.recipes.command import guarded
 from manymesh.recipes.yaml_config import laid_over, load_yaml, override
 
 
@@ -78,8 +77,8 @@ def run(directory: Path, seed: int, settings: Mapping[str, Any], overrides: Sequ
     )
     trainer = GrpoTrainer(config)
     with worker_group(config) as group:
-        outcome = trainer.run(group)
-    print(outcome.summary())
+        result = trainer.run(group)
+    print(result.summary())
     print(f"all in all {time.perf_counter() - start:.1f} s")
     return 0
 

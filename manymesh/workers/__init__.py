@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
-_HOME_OF = {
-    "ActorRolloutRefConfig": "manymesh.workers.actor_rollout_ref",
-    "ActorRolloutRefWorker": "manymesh.workers.actor_rollout_ref",
-    "MicroBatchConfig": "manymesh.workers.micro_batch",
-    "Role": "manymesh.workers.actor_rollout_ref",
-    "RolloutClient": "manymesh.workers.client",
-    "RolloutServerWorker": "manymesh.workers.server",
-    "RolloutWorker": "manymesh.workers.rollout",
-    "RolloutWorkerConfig": "manymesh.workers.rollout",
-    "TrainingWorker": "manymesh.workers.training",
-    "TrainingWorkerConfig": "manymesh.workers.training",
-    "TransferConfig": "manymesh.workers.transfer.sync",
-    "WeightSync": "manymesh.workers.transfer.sync",
-}
+from core.lazy import lazy_names
 
-__all__ = sorted(_HOME_OF)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME_OF[name]), name)
+if TYPE_CHECKING:
+    from manymesh.workers.actor_rollout_ref import ActorRolloutRefConfig as ActorRolloutRefConfig
+    from manymesh.workers.actor_rollout_ref import ActorRolloutRefWorker as ActorRolloutRefWorker
+    from manymesh.workers.actor_rollout_ref import Role as Role
+    from manymesh.workers.client import RolloutClient as RolloutClient
+    from manymesh.workers.micro_batch import MicroBatchConfig as MicroBatchConfig
+    from manymesh.workers.rollout import RolloutWorker as RolloutWorker
+    from manymesh.workers.rollout import RolloutWorkerConfig as RolloutWorkerConfig
+    from manymesh.workers.server import RolloutServerWorker as RolloutServerWorker
+    from manymesh.workers.training import TrainingWorker as TrainingWorker
+    from manymesh.workers.training import TrainingWorkerConfig as TrainingWorkerConfig
+    from manymesh.workers.transfer.sync import TransferConfig as TransferConfig
+    from manymesh.workers.transfer.sync import WeightSync as WeightSync
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

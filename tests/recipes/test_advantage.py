@@ -9,10 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
 
-from core.batch import jagged
-from manymesh.recipes.grpo.advantage import group_advantages, spread_over_tokens
+from manymesh.recipes.grpo.advantage import group_advantages
 
 
 @settings(max_examples=60, deadline=None)
@@ -43,13 +41,3 @@ def test_a_group_whose_samples_all_got_the_same_has_no_advantage(reward: Any) ->
 
 def test_one_sample_alone_has_no_advantage() -> None:
     assert group_advantages(torch.tensor([5.0, 1.0]), torch.tensor([1, 2])).tolist() == [0.0, 0.0]
-
-
-def test_a_row_s_value_is_written_to_its_response_tokens_only_and_shares_the_offsets_of_input_ids() -> None:
-    rows = [torch.arange(3), torch.arange(5), torch.arange(2)]
-    batch = TensorDict({"input_ids": jagged(rows)}, batch_size=[3])
-    mask = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0, 0, 1], dtype=torch.bool)
-    batch["response_mask"] = torch.nested.nested_tensor_from_jagged(mask, batch["input_ids"].offsets())
-    spread = spread_over_tokens(torch.tensor([1.0, -2.0, 3.0]), batch)
-    assert spread.values().tolist() == [0, 1, 1, 0, 0, -2, -2, 0, 0, 3]
-    assert (spread * batch["input_ids"]).values()[1] == 1  # arithmetic needs the very same offsets

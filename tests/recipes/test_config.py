@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from core.errors import ConfigError, Refused
+from manymesh.recipes import demo
 from manymesh.recipes.grpo.__main__ import main
 from manymesh.recipes.grpo.config import GrpoConfig
 from manymesh.recipes.grpo.launch import need_cluster
-from manymesh.recipes.grpo.trainer import GrpoTrainer, changed
+from manymesh.recipes.grpo.placement import Placement
+from manymesh.recipes.grpo.run_directory import changed
+from manymesh.recipes.grpo.trainer import GrpoTrainer
 from manymesh.recipes.yaml_config import laid_over
 from manymesh.workers import Role
 
@@ -78,7 +81,7 @@ def test_a_missing_section_is_named(plain: dict[str, Any]) -> None:
 def test_the_model_s_directory_is_handed_to_every_part_that_names_none(plain: dict[str, Any], toy: Path) -> None:
     plain["rollout"] = {"engine": {"model": "/elsewhere"}}
     plain["loss"] = {"kl_coef": 0.1, "clip_high": 0.28}
-    worker: Any = GrpoConfig.of(plain).worker()
+    worker: Any = Placement(GrpoConfig.of(plain)).worker()
     assert worker.role is Role.ACTOR_ROLLOUT_REF
     assert worker.actor.engine == {"model": str(toy / "model"), "optimizer": {"lr": 3e-3}}
     assert worker.ref.engine["model"] == str(toy / "model")
@@ -88,7 +91,7 @@ def test_the_model_s_directory_is_handed_to_every_part_that_names_none(plain: di
 
 
 def test_without_kl_there_is_no_reference_policy(plain: dict[str, Any]) -> None:
-    worker = GrpoConfig.of(plain).worker()
+    worker = Placement(GrpoConfig.of(plain)).worker()
     assert (worker.role, worker.ref) == (Role.ACTOR_ROLLOUT, None)
 
 
@@ -101,14 +104,14 @@ def test_prompts_that_do_not_divide_are_refused_with_the_legal_neighbours(
 ) -> None:
     plain["algorithm"] = {"prompts_per_step": prompts, "num_mini_batches": mini_batches}
     with pytest.raises(ConfigError) as refused:
-        GrpoConfig.of(plain).check()
+        Placement(GrpoConfig.of(plain)).check()
     assert f"prompts_per_step {legal} (" in str(refused.value.want)
 
 
 @pytest.mark.parametrize(("prompts", "mini_batches"), [(2, 1), (4, 8), (6, 3), (6, 12)])
 def test_prompts_that_divide_are_taken(plain: dict[str, Any], prompts: int, mini_batches: int) -> None:
     plain["algorithm"] = {"prompts_per_step": prompts, "num_mini_batches": mini_batches}
-    GrpoConfig.of(plain).check()
+    Placement(GrpoConfig.of(plain)).check()
 
 
 @pytest.mark.parametrize(
@@ -138,7 +141,7 @@ def test_plugins_that_cannot_share_an_environment_are_refused_before_a_process_s
     need = {"manymesh-fsdp": ["torch==2.4"], "manymesh-hf": ["torch>=2.6"]}
     monkeypatch.setattr("importlib.metadata.requires", need.__getitem__)
     with pytest.raises(Refused, match="manymesh-fsdp and manymesh-hf cannot share an environment"):
-        GrpoConfig.of(plain).check()
+        Placement(GrpoConfig.of(plain)).check()
 
 
 def test_a_directory_that_holds_a_run_is_not_written_over(plain: dict[str, Any], tmp_path: Path) -> None:
@@ -186,7 +189,7 @@ def test_the_demo_takes_another_config_over_its_own(
 ) -> None:
     (tmp_path / "over.yaml").write_text("actor: {engine: {tensor_parallel: 2}}")
     monkeypatch.chdir(tmp_path)
-    assert main(["--demo", "--config", "over.yaml"]) == 1
+    assert demo.main(["--config", "over.yaml"]) == 1
     assert "unknown key 'tensor_parallel'" in capsys.readouterr().err  # of the demo's backend
 
 
@@ -217,16 +220,11 @@ def test_two_runs_at_once_do_not_share_a_directory(plain: dict[str, Any]) -> Non
     first = GrpoTrainer(config)
     with pytest.raises(Refused, match="another run is writing"):
         GrpoTrainer(config)
-    first._lock.close()
+    first.directory.release()
+    GrpoTrainer(config)
 
 
 def test_prompts_that_do_not_fit_the_models_context_are_refused_before_the_start(plain: dict[str, Any]) -> None:
     sampling = {**plain["sampling"], "max_new_tokens": 10_000}
     with pytest.raises(Refused, match="no room in the model's context"):
         GrpoTrainer(GrpoConfig.of({**plain, "sampling": sampling}))
-
-
-def test_a_demo_begins_anew_and_says_how_its_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--demo", "--resume"])
-    assert "goes on by --config RUN/config.yaml --resume" in capsys.readouterr().err

@@ -111,9 +111,9 @@ def test_overlong_prompts_are_refused_or_dropped(tmp_path: Path, tokenizer: Any)
 
 def test_a_step_s_batch_holds_the_tokens_of_its_rows(toy: Path, tokenizer: Any) -> None:
     data = PromptData.load(DataConfig(str(toy / "copy.jsonl")), tokenizer)
-    batch, rows = data.batch(3, 8)
-    assert batch["prompt_id"].tolist() == list(range(24, 32))
-    for ids, row in zip(batch["prompt_ids"].unbind(), rows, strict=True):
+    batch, row_of = data.batch(3, 8)
+    assert batch["prompt_id"].tolist() == list(row_of) == list(range(24, 32))
+    for ids, row in zip(batch["prompt_ids"].unbind(), row_of.values(), strict=True):
         assert ids.tolist() == [BOS, *map(int, row["prompt"]), SEP]
 
 
@@ -129,7 +129,7 @@ def test_every_epoch_holds_every_row_once_whatever_the_size_of_a_step(num_rows: 
 def test_the_order_of_rows_is_a_function_of_seed_and_step_and_differs_by_epoch(toy: Path, tokenizer: Any) -> None:
     def prompts(seed: int, step: int, **options: Any) -> Any:
         data = PromptData.load(DataConfig(str(toy / "copy.jsonl"), seed=seed, **options), tokenizer)
-        return [row["prompt"] for row in data.batch(step, 50)[1]]
+        return [row["prompt"] for row in data.batch(step, 50)[1].values()]
 
     assert prompts(1, 4) == prompts(1, 4)
     assert prompts(1, 4) != prompts(1, 5)

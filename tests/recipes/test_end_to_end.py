@@ -19,6 +19,7 @@ from core.errors import Refused
 from core.group import RayClassWithInitArgs
 from core.transport.local import LocalWorkerGroup
 from manymesh.recipes.grpo.config import GrpoConfig
+from manymesh.recipes.grpo.placement import Placement
 from manymesh.recipes.grpo.reward import RewardError, digit_share
 from manymesh.recipes.grpo.tracking import REWARD, TIME, read_metrics
 from manymesh.recipes.grpo.trainer import GrpoTrainer
@@ -45,10 +46,10 @@ def config_of(toy: Path, directory: Path, **sections: Any) -> Any:
 
 
 def train(config: GrpoConfig, *, resume: bool = False, out: Any = None) -> Any:
-    """Run in this process; gives the outcome."""
+    """Run in this process; gives the result."""
     console = Console(file=out or sys.stdout, width=200)
     trainer = GrpoTrainer(config, resume=resume)
-    with LocalWorkerGroup(RayClassWithInitArgs(ActorRolloutRefWorker, config.worker())) as group:
+    with LocalWorkerGroup(RayClassWithInitArgs(ActorRolloutRefWorker, Placement(config).worker())) as group:
         return trainer.run(group, console)
 
 
@@ -115,10 +116,10 @@ def test_a_run_that_was_interrupted_and_resumed_has_the_metrics_of_an_unbroken_o
     assert [line["step"] for line in timeless(tmp_path / "run")] == [1, 2, 3]
     assert (tmp_path / "run" / "reward.png").exists()
 
-    outcome = train(config, resume=True)
+    result = train(config, resume=True)
     assert timeless(tmp_path / "run") == timeless(unbroken)
     assert len(calls) == 4 + 3  # steps 3, 4, 5: the checkpoint is of step 2
-    assert (outcome.step, len(outcome.rewards)) == (STEPS, STEPS)
+    assert (result.step, len(result.rewards)) == (STEPS, STEPS)
 
 
 def test_a_finished_run_is_resumed_to_more_steps_and_says_what_the_config_changed(
@@ -212,9 +213,9 @@ def test_later_mini_batches_and_epochs_are_off_policy(toy: Path, tmp_path: Path)
 
 def test_a_run_stops_once_the_reward_is_reached(toy: Path, tmp_path: Path) -> None:
     run = {"stop_at_reward": 0.0, "stop_window": 2, "steps": 50, "save_every": 0}
-    outcome = train(config_of(toy, tmp_path / "run", run=run))
-    assert outcome.step == 2
-    assert outcome.summary().startswith("reward 0.")
+    result = train(config_of(toy, tmp_path / "run", run=run))
+    assert result.step == 2
+    assert result.summary().startswith("reward 0.")
 
 
 def test_the_command_joins_a_cluster_and_trains_on_two_workers_as_one_rank_does(

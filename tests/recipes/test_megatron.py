@@ -19,6 +19,7 @@ from core.group import RayClassWithInitArgs, WorkerGroup
 from core.transport.local import LocalWorkerGroup
 from manymesh.recipes.grpo.config import GrpoConfig
 from manymesh.recipes.grpo.launch import worker_group
+from manymesh.recipes.grpo.placement import Placement
 from manymesh.recipes.grpo.tracking import REWARD, TIME, read_metrics
 from manymesh.recipes.grpo.trainer import GrpoTrainer
 from manymesh.recipes.toy import write_copy_task, write_model
@@ -92,7 +93,7 @@ def test_the_run_has_the_metrics_of_fsdp_on_one_rank(run: Run, toy_of_two_layers
     engine = {"optimizer": {"lr": 3e-3}}
     config = config_of(toy_of_two_layers, tmp_path / "fsdp", "pool.processes=[1]", f"actor.engine={engine}")
     config = attrs.evolve(config, actor=attrs.evolve(config.actor, backend="fsdp"))
-    with LocalWorkerGroup(RayClassWithInitArgs(ActorRolloutRefWorker, config.worker())) as group:
+    with LocalWorkerGroup(RayClassWithInitArgs(ActorRolloutRefWorker, Placement(config).worker())) as group:
         GrpoTrainer(config).run(group, Console(file=StringIO()))
     ours, theirs = timeless(run.directory), timeless(tmp_path / "fsdp")
     assert len(ours) == STEPS
@@ -149,7 +150,7 @@ def test_one_row_alone_is_answered_as_it_is_among_others(run: Run) -> None:
 @pytest.mark.ci
 def test_from_a_checkpoint_a_step_is_what_it_was(run: Run) -> None:
     """Weights, optimizer and version come back; so a later step is the one that was trained."""
-    path = run.trainer.checkpoints.directory / "step-2" / "actor"
+    path = run.trainer.directory.checkpoints.directory / "step-2" / "actor"
     assert run.group.load_checkpoint(str(path)) == 2
     run.trainer.version = run.group.update_weights()
     assert run.trainer.version > STEPS  # never one version for two sets of weights
@@ -171,4 +172,4 @@ def test_sizes_that_do_not_go_together_are_refused_before_a_process_is_started(
     changes: list[str], message: str, toy_of_two_layers: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(Refused, match=message):
-        config_of(toy_of_two_layers, tmp_path, *changes).check()
+        Placement(config_of(toy_of_two_layers, tmp_path, *changes)).check()

@@ -16,6 +16,7 @@ from core.group import RayClassWithInitArgs, WorkerGroup
 from core.transport.local import LocalWorkerGroup
 from manymesh.recipes.grpo.config import GrpoConfig
 from manymesh.recipes.grpo.launch import worker_group
+from manymesh.recipes.grpo.placement import Placement
 from manymesh.recipes.grpo.tracking import TIME, read_metrics
 from manymesh.recipes.grpo.trainer import GrpoTrainer
 from manymesh.recipes.yaml_config import load_yaml, override
@@ -52,7 +53,7 @@ def test_a_rollout_in_its_own_pool_samples_and_trains_as_one_in_the_trainers_pro
 ) -> None:
     split = metrics_of(config_of(toy, tmp_path / "split", transfer={"kind": "collective", "bucket_mb": 0.01}))
     config = config_of(toy, tmp_path / "one", rollout_pool=None)
-    with LocalWorkerGroup(RayClassWithInitArgs(ActorRolloutRefWorker, config.worker())) as group:
+    with LocalWorkerGroup(RayClassWithInitArgs(ActorRolloutRefWorker, Placement(config).worker())) as group:
         one = metrics_of(config, group)
     for ours, theirs in zip(split, one, strict=True):
         assert ours["rollout/log_prob_gap_max"] < 1e-4
@@ -69,7 +70,7 @@ def test_every_kind_of_transfer_feeds_two_rollouts_and_a_reference_stays_with_th
     transfer = {"kind": kind, "bucket_mb": 0.01, "options": options}
     pools = {"rollout_pool": {"processes": [2], "use_gpu": False}, "loss": {"kl_coef": 0.01}}
     config = config_of(toy, tmp_path / "split", transfer=transfer, **pools)
-    assert config.worker().role is Role.ACTOR_REF
+    assert Placement(config).worker().role is Role.ACTOR_REF
     one = metrics_of(attrs.evolve(config, rollout_pool=None, run=attrs.evolve(config.run, dir=str(tmp_path / "one"))))
     for ours, theirs in zip(metrics_of(config), one, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
@@ -79,27 +80,27 @@ def test_the_example_of_two_pools_can_be_run_once_it_is_given_model_data_and_a_p
     example = load_yaml(Path(__file__).parents[2] / "examples/grpo/two_pools.yaml")
     given = [f"model.path={toy / 'model'}", f"data.path={toy / 'copy.jsonl'}", f"run.dir={tmp_path}"]
     config = GrpoConfig.of(override(example, given))
-    config.check()
+    Placement(config).check()
     assert (config.pool.world_size, config.world_size, config.transfer.kind) == (1, 3, "collective")
 
 
 def test_pools_and_transfers_are_checked_before_a_process_is_started(toy: Path, tmp_path: Path) -> None:
     def refused(error: type[Refused], said: str, **sections: Any) -> None:
         with pytest.raises(error, match=said):
-            config_of(toy, tmp_path, **sections).check()
+            Placement(config_of(toy, tmp_path, **sections)).check()
 
-    config_of(toy, tmp_path).check()
+    Placement(config_of(toy, tmp_path)).check()
     refused(ConfigError, "multiple of 3", rollout_pool={"processes": [3], "use_gpu": False})
     refused(Refused, "did you mean 'collective'", transfer={"kind": "colective"})
     refused(ConfigError, "directory", transfer={"kind": "disk"})
     refused(ConfigError, "did you mean 'bucket_mb'", transfer={"bucketmb": 1})
-    config_of(toy, tmp_path, rollout_pool=None, transfer={"kind": "colective"}).check()  # not used
+    Placement(config_of(toy, tmp_path, rollout_pool=None, transfer={"kind": "colective"})).check()  # not used
 
 
 def test_workers_run_in_the_environment_that_their_pool_names(toy: Path, tmp_path: Path) -> None:
-    assert config_of(toy, tmp_path).python("rollout") is None
+    assert Placement(config_of(toy, tmp_path)).python("rollout") is None
     pool = {"processes": [1], "python": "their/python"}
-    config = config_of(toy, tmp_path, rollout_pool=pool)
-    assert (config.python("actor"), config.python("rollout")) == (None, "their/python")
+    placement = Placement(config_of(toy, tmp_path, rollout_pool=pool))
+    assert (placement.python("actor"), placement.python("rollout")) == (None, "their/python")
     with pytest.raises(Refused, match=r"their/python is no Python"):
-        config.check()
+        placement.check()

@@ -12,6 +12,7 @@ import pytest
 
 from manymesh.recipes.grpo.config import GrpoConfig
 from manymesh.recipes.grpo.data import load_tokenizer, read_jsonl
+from manymesh.recipes.grpo.placement import Placement
 from manymesh.recipes.toy import VOCABULARY, write_copy_task, write_model
 from manymesh.recipes.yaml_config import load_yaml, override
 
@@ -54,7 +55,7 @@ def test_additions_are_right_and_the_same_at_every_call(tmp_path: Path, monkeypa
 def test_the_example_s_config_can_be_run_once_it_is_given_a_model(toy: Path) -> None:
     plain = override(load_yaml(EXAMPLES / "additions.yaml"), [f"model.path={toy / 'model'}"])
     config = GrpoConfig.of(plain)
-    config.check()
+    Placement(config).check()
     assert config.run.steps == 20
 
 
@@ -62,5 +63,5 @@ def test_the_example_of_parallel_parts_can_be_run_once_it_is_given_model_data_an
     model = write_model(tmp_path / "model", hidden_size=32)
     given = [f"model.path={model}", f"data.path={tmp_path / 'data.jsonl'}", f"run.dir={tmp_path / 'run'}"]
     config = GrpoConfig.of(override(load_yaml(EXAMPLES / "megatron.yaml"), given))
-    config.check()
+    Placement(config).check()
     assert (config.pool.world_size, config.actor.backend) == (4, "megatron")

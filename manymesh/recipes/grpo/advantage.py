@@ -1,14 +1,8 @@
-"""Advantages of GRPO (arXiv 2402.03300): a sample's reward against those of the other samples of its
-prompt."""
+"""Advantages of GRPO (arXiv 2402.03300): a sample's reward against those of the other samples of its prompt."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from tensordict import TensorDict
-
-from core.batch import contiguous, nested
 
 
 def group_advantages(
@@ -34,17 +28,3 @@ def group_advantages(
         variance = torch.bincount(group, centred.square()) / (count - 1).clamp(min=1)
         centred = centred / (variance.sqrt()[group] + eps)
     return centred.float()
-
-
-def spread_over_tokens(by_row: torch.Tensor, batch: TensorDict) -> torch.Tensor:
-    """One value a row, written to the row's response tokens and 0 elsewhere: jagged, aligned with input_ids.
-
-    Args:
-        by_row: (rows,).
-        batch: jagged input_ids and response_mask.
-    """
-    input_ids: Any = contiguous(batch["input_ids"])
-    offsets = input_ids.offsets()  # shared, as arithmetic between columns demands
-    mask = contiguous(batch["response_mask"]).values()
-    values = torch.repeat_interleave(by_row, offsets.diff()) * mask
-    return nested(values, offsets)

@@ -1,26 +1,18 @@
-"""A run's config: what YAML and overrides are structured into, and every check that needs no process."""
+"""A run's config: what YAML and overrides are structured into. What it means for workers is in placement.py."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from math import gcd, lcm
 from typing import Any
 
 import attrs
 
 from core.config import structure
 from core.errors import ConfigError
-from core.loss import LossSpec
-from core.manifest import Kind
-from core.model_facts import ModelFacts
-from core.registry import Backend, EngineRegistry
 from core.rollout import SamplingParams
-from manymesh.pins import check_together
 from manymesh.recipes.grpo.data import DataConfig
 from manymesh.recipes.grpo.loss import PolicyLoss
 from manymesh.recipes.grpo.reward import RewardConfig
-from manymesh.workers.actor_rollout_ref import ActorRolloutRefConfig, Role
 from manymesh.workers.rollout import RolloutWorkerConfig
 from manymesh.workers.training import TrainingWorkerConfig
 from manymesh.workers.transfer.sync import TransferConfig
@@ -83,8 +75,7 @@ class RunConfig:
 
 @attrs.frozen
 class GrpoConfig:
-    """The whole run. `model.path` is the actor's, the reference's and the rollout's where their engines
-    name none."""
+    """The whole run. `model.path` is the actor's, the reference's and the rollout's where their engines name none."""
 
     model: ModelConfig
     data: DataConfig
@@ -136,84 +127,3 @@ class GrpoConfig:
     def world_size(self) -> int:
         """Processes of all pools."""
         return self.pool.world_size + (self.rollout_pool.world_size if self.rollout_pool else 0)
-
-    def worker(self) -> ActorRolloutRefConfig:
-        """What the workers of `pool` are made from."""
-        options = attrs.asdict(self.loss)
-        actor = attrs.evolve(self._placed(self.actor), loss=LossSpec("manymesh.recipes.grpo.loss:policy_loss", options))
-        ref = self._placed(self.ref or self.actor) if self.uses_ref else None
-        if self.rollout_pool is not None:
-            return ActorRolloutRefConfig(role=Role.ACTOR_REF if ref else Role.ACTOR, actor=actor, ref=ref)
-        role = Role.ACTOR_ROLLOUT_REF if ref else Role.ACTOR_ROLLOUT
-        return ActorRolloutRefConfig(role=role, actor=actor, ref=ref, rollout=self.rollout_worker())
-
-    def rollout_worker(self) -> RolloutWorkerConfig:
-        """What the rollout is made from, in either pool."""
-        made: RolloutWorkerConfig = self._placed(self.rollout, self.rollout_pool)
-        return made
-
-    def python(self, part: str) -> str | None:
-        """The interpreter of the workers that hold a part, "actor" or "rollout"; None for the driver's."""
-        return self._pool(part).python
-
-    def _pool(self, part: str) -> PoolConfig:
-        return self.rollout_pool if part == "rollout" and self.rollout_pool else self.pool
-
-    def check(self) -> None:
-        """Everything about models, backends and sizes that can be refused before a process is started.
-
-        Raises:
-            Refused: no model directory; a backend or transfer that is not there or refuses its options, the number
-                of processes or the model; two that cannot share an environment; one that workers cannot run in; or a
-                number of prompts that doesn't divide.
-        """
-        worker = self.worker()
-        for python in {self.python("actor"), self.python("rollout")} - {None}:
-            from core.transport.ray.environment import checked_python
-
-            checked_python(str(python))
-        if self.python("actor") == self.python("rollout"):
-            engines = [_found(part.backend, "engine") for part in (worker.actor, worker.ref) if part]
-            check_together([*engines, _found(self.rollout.backend, "rollout")])
-        if self.rollout_pool is not None:
-            self.transfer.check()
-        actor, rollout = self._dp_size("actor", worker.actor), self._dp_size("rollout", self.rollout_worker())
-        parts = {"rollout": rollout, "actor": actor * self.algorithm.num_mini_batches}
-        if worker.ref is not None:
-            parts["ref"] = self._dp_size("ref", worker.ref)
-        samples, prompts = self.sampling.num_samples, self.algorithm.prompts_per_step
-        # The rollout is dealt prompts, the others rows.
-        unit = lcm(*(n if part == "rollout" else n // gcd(n, samples) for part, n in parts.items()))
-        if prompts % unit:
-            near = [each for each in (prompts // unit * unit, (prompts // unit + 1) * unit) if each]
-            raise ConfigError(
-                f"{prompts} prompts a step with {samples} samples each don't divide over the workers",
-                have=f"algorithm.prompts_per_step {prompts}, num_mini_batches {self.algorithm.num_mini_batches}",
-                want=f"prompts_per_step {' or '.join(map(str, near))} (a multiple of {unit})",
-                where=f"dp {rollout} of the rollout, dp {actor} of the actor, {self.world_size} processes",
-            )
-
-    def _dp_size(self, part: str, config: TrainingWorkerConfig | RolloutWorkerConfig | None) -> int:
-        """Number of shards that a part cuts its rows into; 1 where its backend plans nothing."""
-        if config is None:
-            return 1
-        model = ModelFacts.read(config.engine["model"])
-        kind: Kind = "rollout" if part == "rollout" else "engine"
-        backend = _found(config.backend, kind, elsewhere=self.python(part) is not None)
-        plan = backend.plan(config.engine, self._pool(part).world_size, model)
-        return plan.route.dp_size if plan else 1
-
-    def _placed(self, config: Any, pool: PoolConfig | None = None) -> Any:
-        """With the model's directory, the CPU where the pool is denied GPUs, and the backend that this process finds,
-        which workers then must have too."""
-        path = str(config.engine.get("model", self.model.path))
-        device = config.device or ("cpu" if (pool or self.pool).use_gpu is False else None)
-        # Workers may run in another working directory.
-        model = os.path.abspath(os.path.expanduser(path))
-        kind: Kind = "rollout" if isinstance(config, RolloutWorkerConfig) else "engine"
-        choice = config.choice or _found(config.backend, kind).choice
-        return attrs.evolve(config, engine={**config.engine, "model": model}, device=device, choice=choice)
-
-
-def _found(name: str, kind: Kind, *, elsewhere: bool = True) -> Backend:
-    return EngineRegistry.default().find(name, kind, elsewhere=elsewhere)

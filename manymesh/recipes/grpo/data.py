@@ -1,5 +1,4 @@
-"""Prompts: read from JSONL, tokenised once, dealt in shuffled epochs that are a pure function of seed and
-step."""
+"""Prompts: read from JSONL, tokenised once, dealt in shuffled epochs that are a pure function of seed and step."""
 
 from __future__ import annotations
 
@@ -13,9 +12,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from core.batch import jagged_from, row_lengths, select
+from core.batch import jagged_from, response_lengths, response_tokens, row_lengths, select
 from core.errors import Refused
-from core.manifest import ModelFacts
+from core.model_facts import ModelFacts
 
 
 @attrs.frozen
@@ -197,18 +196,29 @@ class PromptData:
                 mend=f"data.max_prompt_tokens={context - max_new_tokens} data.overlong=drop leaves such prompts out",
             )
 
-    def batch(self, step: int, num_prompts: int) -> tuple[TensorDict, list[dict[str, Any]]]:
-        """The prompts of a step (counted from 0): columns prompt_ids (jagged) and prompt_id, and the rows
-        they came from.
+    def batch(self, step: int, num_prompts: int) -> tuple[TensorDict, dict[int, dict[str, Any]]]:
+        """The prompts of a step (counted from 0): columns prompt_ids (jagged) and prompt_id, and each prompt_id's row.
 
-        prompt_id is the position in the stream: no two prompts of a run share it, even where a row comes
-            again.
+        prompt_id is the position in the stream: no two prompts of a run share it, even where a row comes again.
         """
         position = np.arange(step * num_prompts, (step + 1) * num_prompts)
         index = stream_rows(position, len(self.rows), self.seed if self.shuffle else None)
         batch = select(self.table, torch.from_numpy(index))
         batch.set("prompt_id", torch.from_numpy(position))
-        return batch, [self.rows[i] for i in index.tolist()]
+        return batch, {int(number): self.rows[i] for number, i in zip(position, index.tolist(), strict=True)}
+
+
+def decode_responses(batch: TensorDict, tokenizer: Any) -> list[str]:
+    """The text of every row's response tokens, without special tokens.
+
+    Args:
+        batch: `input_ids` and `response_mask`.
+    """
+    mask = batch["response_mask"]
+    tokens, lengths = response_tokens(batch["input_ids"], mask), response_lengths(mask)
+    by_row = [row.tolist() for row in tokens.split(lengths.tolist())]
+    texts: list[str] = tokenizer.batch_decode(by_row, skip_special_tokens=True)
+    return texts
 
 
 def stream_rows(position: np.ndarray[Any, Any], num_rows: int, seed: int | None) -> np.ndarray[Any, Any]:

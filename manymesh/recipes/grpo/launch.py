@@ -13,6 +13,7 @@ import attrs
 from core.errors import Refused
 from core.group import RayClassWithInitArgs, WorkerGroup
 from manymesh.recipes.grpo.config import GrpoConfig, PoolConfig
+from manymesh.recipes.grpo.placement import Placement
 from manymesh.recipes.grpo.split import SplitGroups, Workers
 
 
@@ -77,30 +78,31 @@ def worker_group(config: GrpoConfig) -> Iterator[Workers]:
     """
     from manymesh.workers import ActorRolloutRefWorker, RolloutWorker, WeightSync
 
+    placement = Placement(config)
     with ExitStack() as stack:
         others = [config.rollout_pool] if config.rollout_pool else []
         stack.enter_context(ray_cluster(config.pool, *others))
-        made = RayClassWithInitArgs(ActorRolloutRefWorker, config.worker())
-        trainers = stack.enter_context(_group(made, config.pool, "actor_rollout_ref", config.python("actor")))
+        worker = RayClassWithInitArgs(ActorRolloutRefWorker, placement.worker())
+        trainers = stack.enter_context(_group(worker, config.pool, "actor_rollout_ref", placement.python("actor")))
         if config.rollout_pool is None:
             yield trainers
             return
-        made = RayClassWithInitArgs(RolloutWorker, config.rollout_worker())
-        rollouts = stack.enter_context(_group(made, config.rollout_pool, "rollout", config.python("rollout")))
+        sampler = RayClassWithInitArgs(RolloutWorker, placement.rollout_worker())
+        rollouts = stack.enter_context(_group(sampler, config.rollout_pool, "rollout", placement.python("rollout")))
         sync = WeightSync(trainers, [rollouts], **attrs.asdict(config.transfer, recurse=False))
         stack.callback(sync.close)
         yield SplitGroups(trainers, rollouts, sync)
 
 
 @contextmanager
-def _group(made: RayClassWithInitArgs, pool: PoolConfig, name: str, python: str | None) -> Iterator[WorkerGroup]:
+def _group(worker: RayClassWithInitArgs, pool: PoolConfig, name: str, python: str | None) -> Iterator[WorkerGroup]:
     from core.transport.ray import RayResourcePool, RayWorkerGroup
 
     threads = {"OMP_NUM_THREADS": str(max(1, int(pool.cpus_per_process)))}
     with RayResourcePool(
         pool.processes, use_gpu=pool.use_gpu, cpus_per_process=pool.cpus_per_process, name=name
     ) as room:
-        group = RayWorkerGroup(room, made, name=name, env=threads, python=python)
+        group = RayWorkerGroup(room, worker, name=name, env=threads, python=python)
         try:
             yield group
         except BaseException:

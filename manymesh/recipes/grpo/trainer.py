@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-import fcntl
-import itertools
-import json
-import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import attrs
 import numpy as np
 import torch
-import yaml
 from rich.console import Console
-from tensordict import TensorDict
 
-from core.batch import contiguous, objects
+from core.batch import spread_over_response
 from core.errors import Refused
-from core.manifest import ModelFacts
+from core.model_facts import ModelFacts
 from core.rollout import SamplingParams
-from manymesh.recipes.grpo.advantage import group_advantages, spread_over_tokens
-from manymesh.recipes.grpo.checkpoints import Checkpoints
+from manymesh.recipes.grpo.advantage import group_advantages
 from manymesh.recipes.grpo.config import GrpoConfig
-from manymesh.recipes.grpo.data import PromptData, load_tokenizer
+from manymesh.recipes.grpo.data import PromptData, decode_responses, load_tokenizer
+from manymesh.recipes.grpo.metrics import response_metrics, reward_metrics, sample_lines, timing_metrics
+from manymesh.recipes.grpo.placement import Placement
 from manymesh.recipes.grpo.progress import Phases, Progress
 from manymesh.recipes.grpo.reward import Reward
+from manymesh.recipes.grpo.run_directory import RunDirectory
 from manymesh.recipes.grpo.split import Workers
-from manymesh.recipes.grpo.tracking import REWARD, TIME, Tracker
-from manymesh.recipes.yaml_config import load_yaml
+from manymesh.recipes.grpo.tracking import Tracker
 
 
 @attrs.frozen
-class Outcome:
+class RunResult:
     """What came of a run."""
 
     step: int
@@ -64,49 +59,38 @@ class GrpoTrainer:
         resume: go on from the latest complete checkpoint in `run.dir`.
 
     Raises:
-        Refused: see GrpoConfig.check; data, tokenizer or reward cannot be loaded; or `run.dir` holds a run
-            and resume is not asked for.
+        Refused: see Placement.check; data, tokenizer or reward cannot be loaded; or `run.dir` is in use, or holds a
+            run and resume is not asked for.
     """
 
     def __init__(self, config: GrpoConfig, *, resume: bool = False) -> None:
-        self.config, self.resume = config, resume
-        self.directory = Path(config.run.dir).expanduser().absolute()
-        self.checkpoints = Checkpoints(self.directory / "checkpoints", config.run.keep_last)
-        metrics = self.directory / "metrics.jsonl"
-        if not resume and (self.checkpoints.latest() or (metrics.exists() and metrics.stat().st_size)):
-            raise Refused(
-                f"{config.run.dir!r} already holds a run",
-                where="run.dir",
-                mend="--resume goes on with it; or give another run.dir",
-            )
-        config.check()
+        self.config, self.resume, self.directory = config, resume, RunDirectory(config)
+        if not resume:
+            self.directory.check_unused()
+        Placement(config).check()
         self.reward = Reward.load(config.reward)
         self.tokenizer = load_tokenizer(config.model.path)
         self.data = PromptData.load(config.data, self.tokenizer)
         self.data.check_fits(ModelFacts.read(config.model.path), config.sampling.max_new_tokens)
         self.version = 0  # of the rollout's weights
         self.phases = Phases()
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise Refused("cannot make the run's directory", have=error, where="run.dir") from error
-        self._lock = _locked(self.directory)
+        self.directory.hold()
 
-    def run(self, group: Workers, console: Console | None = None) -> Outcome:
+    def run(self, group: Workers, console: Console | None = None) -> RunResult:
         """Train until `run.steps` or `run.stop_at_reward`; saves as it goes, and at the end.
 
         Raises:
             Refused: the reward failed, the checkpoint is of another model, or the last save failed.
             WorkerFailed: a worker failed. What was tracked and saved so far is there.
         """
-        run, console = self.config.run, console or Console()
+        run, console, directory = self.config.run, console or Console(), self.directory
         console.print(
             f"loading {self.config.model.path} on {group.world_size} workers ...", highlight=False, soft_wrap=True
         )
         group.init_model()
         step = self._restore(group)
         self.version = group.update_weights()
-        tracker = Tracker(self.directory, step)
+        tracker = Tracker(directory.path, step)
         start, saved = time.perf_counter(), step if step else -1
         progress = Progress(console, run.steps, self.phases)
         try:
@@ -121,20 +105,20 @@ class GrpoTrainer:
                         saved = step if self._save(group, step, progress) else saved
                         _attempt(progress, tracker.draw)
             if run.save_every and saved != step:
-                self.checkpoints.save(step, partial(group.save_checkpoint, step=step))
+                directory.checkpoints.save(step, partial(group.save_checkpoint, step=step))
             if run.export:
-                progress.note(f"writing the model to {self.directory / 'model'}")
-                group.export_model(str(self.directory / "model"))
+                progress.note(f"writing the model to {directory.path / 'model'}")
+                group.export_model(str(directory.path / "model"))
         except KeyboardInterrupt:
-            latest = self.checkpoints.latest()
-            again = f"{sys.executable} -m manymesh.recipes.grpo --config {self.directory / 'config.yaml'} --resume"
+            latest = directory.checkpoints.latest()
+            again = f"{sys.executable} -m manymesh.recipes.grpo --config {directory.config_file} --resume"
             progress.note(f"stopped after step {step}; from step {latest[0] if latest else 0} goes on: {again}")
             raise
         finally:
             _attempt(progress, tracker.draw)
             _attempt(progress, tracker.close)
-            self._lock.close()
-        return Outcome(step, tuple(tracker.rewards()), time.perf_counter() - start, self.directory)
+            directory.release()
+        return RunResult(step, tuple(tracker.rewards()), time.perf_counter() - start, directory.path)
 
     def step(self, group: Workers, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """One step of GRPO, counted from 0: its metrics, and some of its samples."""
@@ -143,12 +127,13 @@ class GrpoTrainer:
         start = time.perf_counter()
 
         with phase("prompts"):
-            prompts, rows = self.data.batch(step, config.algorithm.prompts_per_step)
-            rows = [row for row in rows for _ in range(config.sampling.num_samples)]
+            prompts, row_of = self.data.batch(step, config.algorithm.prompts_per_step)
             sampling = _seeded(config.sampling, config.run.seed, step)
         with phase("generate"):
             sampled = group.generate_sequences(prompts, sampling, min_version=self.version)
+        prompt_id = sampled["prompt_id"]
         with phase("reward"):
+            rows = [row_of[number] for number in prompt_id.tolist()]
             completions = decode_responses(sampled, self.tokenizer)
             rewards = self.reward(completions, rows)
 
@@ -162,61 +147,49 @@ class GrpoTrainer:
                 reference = group.compute_ref_log_prob(batch.select("input_ids", "response_mask"), temperature)
                 batch["ref_log_probs"] = reference["ref_log_probs"]
         with phase("advantage"):
-            by_row = group_advantages(
-                torch.tensor(rewards),
-                torch.arange(config.algorithm.prompts_per_step).repeat_interleave(config.sampling.num_samples),
-                divide_by_std=config.algorithm.divide_by_std,
-                eps=config.algorithm.eps,
-            )
-            batch["advantages"] = spread_over_tokens(by_row, batch)
+            algorithm, by_row = config.algorithm, torch.tensor(rewards, dtype=torch.float64)
+            advantages = group_advantages(by_row, prompt_id, divide_by_std=algorithm.divide_by_std, eps=algorithm.eps)
+            batch["advantages"] = spread_over_response(advantages, batch["response_mask"])
         with phase("update"):
             trained: dict[str, float] = group.update_actor(
-                batch, config.algorithm.num_mini_batches, config.algorithm.epochs, temperature=temperature
+                batch, algorithm.num_mini_batches, algorithm.epochs, temperature=temperature
             )
         with phase("sync"):
             self.version = group.update_weights()
 
-        metrics = reward_metrics(rewards, config.sampling.num_samples) | response_metrics(sampled, scored)
+        metrics = reward_metrics(by_row, prompt_id) | response_metrics(sampled, scored)
         metrics |= {f"actor/{name}": value for name, value in trained.items()}
-        metrics |= self._timing(time.perf_counter() - start, metrics)
-        stride = config.sampling.num_samples
-        samples = [
-            {"prompt": row[config.data.prompt], "completion": completion, "reward": reward}
-            for row, completion, reward in zip(rows[::stride], completions[::stride], rewards[::stride], strict=True)
-        ]
-        return metrics, samples[: config.run.num_samples]
+        metrics |= timing_metrics(time.perf_counter() - start, metrics["response/num_tokens"], phase.seconds)
+        texts = [row[config.data.prompt] for row in rows]
+        return metrics, sample_lines(prompt_id.tolist(), texts, completions, rewards, config.run.num_samples)
 
     def _restore(self, group: Workers) -> int:
-        """Load the latest checkpoint where there is one and it is asked for; the step to go on from."""
-        latest = self.checkpoints.latest() if self.resume else None
+        """Load the latest checkpoint where there is one and the run is resumed; the step to go on from."""
+        latest = self.directory.checkpoints.latest() if self.resume else None
         if latest is None:
             return 0
         step, path = latest
-        found = group.load_checkpoint(str(path / "actor"))
-        if found != step:
-            raise Refused("a checkpoint stands under the name of another step", have=found, want=step, where=str(path))
+        loaded = group.load_checkpoint(str(path / "actor"))
+        if loaded != step:
+            raise Refused("a checkpoint stands under the name of another step", have=loaded, want=step, where=str(path))
         return step
 
     def _greet(self, progress: Progress, step: int) -> None:
         """Say what is resumed and what is different now; keep the config beside the results."""
-        file = self.directory / "config.yaml"
-        now = json.loads(json.dumps(attrs.asdict(self.config)))  # tuples and enums as they look in a file
-        for section, key in (("model", "path"), ("data", "path"), ("run", "dir")):  # good in any working directory
-            now[section][key] = str(Path(now[section][key]).expanduser().absolute())
         if self.resume:
-            before = load_yaml(file) if file.exists() else now
             progress.note(f"resumes at step {step}" if step else "no complete checkpoint: starts at step 0")
-            for path in changed(before, now):
-                progress.warn(f"the config differs from that of the run so far: {path}")
+            for difference in self.directory.differences():
+                progress.warn(f"the config differs from that of the run so far: {difference}")
         if self.data.num_dropped:
             progress.note(f"{self.data.num_dropped} prompts are too long and left out")
-        _attempt(progress, file.write_text, yaml.safe_dump(now, sort_keys=False))
+        _attempt(progress, self.directory.write_config)
 
     def _save(self, group: Workers, step: int, progress: Progress) -> bool:
+        checkpoints = self.directory.checkpoints
         try:
-            self.checkpoints.save(step, partial(group.save_checkpoint, step=step))
+            checkpoints.save(step, partial(group.save_checkpoint, step=step))
         except Refused as error:
-            kept = self.checkpoints.latest()
+            kept = checkpoints.latest()
             good = f"the last good one is {kept[1]}" if kept else "there is none yet"
             progress.warn(f"no checkpoint at step {step}, training goes on; {good}\n{error}")
             return False
@@ -225,95 +198,6 @@ class GrpoTrainer:
     def _solved(self, rewards: Sequence[float]) -> bool:
         target, window = self.config.run.stop_at_reward, self.config.run.stop_window
         return target is not None and len(rewards) >= window and sum(rewards[-window:]) / window >= target
-
-    def _timing(self, seconds: float, metrics: Mapping[str, float]) -> dict[str, float]:
-        phases = {f"{TIME}phase/{name}": spent for name, spent in self.phases.seconds.items()}
-        speed = metrics["response/num_tokens"] / seconds
-        return {f"{TIME}step": seconds, f"{TIME}tokens_per_second": speed, **phases}
-
-
-def decode_responses(batch: TensorDict, tokenizer: Any) -> list[str]:
-    """The text of every row's response tokens, without special tokens."""
-    mask = contiguous(batch["response_mask"])
-    input_ids: Any = contiguous(batch["input_ids"])
-    # Jagged sums are slow; a running count read off at the rows' ends is not.
-    count = torch.nn.functional.pad(mask.values().cumsum(0), (1, 0))
-    ends = count[input_ids.offsets()].tolist()
-    tokens = input_ids.values()[mask.values()].tolist()
-    texts: list[str] = tokenizer.batch_decode(
-        [tokens[a:b] for a, b in itertools.pairwise(ends)], skip_special_tokens=True
-    )
-    return texts
-
-
-def reward_metrics(rewards: Sequence[float], num_samples: int) -> dict[str, float]:
-    """Statistics of a step's rewards, prompt-major."""
-    values = np.asarray(rewards)
-    groups = values.reshape(-1, num_samples)
-    return {
-        REWARD: float(values.mean()),
-        "reward/std": float(values.std()),
-        "reward/min": float(values.min()),
-        "reward/max": float(values.max()),
-        # Prompts whose samples all got the same: nothing is learnt from them.
-        "reward/flat_prompts": float((groups == groups[:, :1]).all(1).mean()),
-    }
-
-
-def response_metrics(sampled: TensorDict, scored: TensorDict) -> dict[str, float]:
-    """Lengths, and the trainer's view of what the rollout sampled: entropy, and the gap between their log-
-    probs."""
-    mask = contiguous(sampled["response_mask"]).values()
-    num_tokens = int(mask.sum())
-    rows = len(sampled)
-    gap = contiguous(sampled["rollout_log_probs"]).values() - contiguous(scored["old_log_probs"]).values()
-    gap = gap[mask].abs()
-    reasons = objects(sampled.get("finish_reason"))
-    return {
-        "actor/entropy": float(contiguous(scored["entropy"]).values()[mask].mean()),
-        "rollout/log_prob_gap_mean": float(gap.mean()),
-        "rollout/log_prob_gap_max": float(gap.max()),
-        "response/length_mean": num_tokens / rows,
-        "response/num_tokens": num_tokens,
-        "response/truncated": reasons.count("length") / rows,
-    }
-
-
-def changed(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> list[str]:
-    """What differs between two configs, as 'path: old -> new'."""
-    out = []
-    for key in dict.fromkeys([*before, *now]):
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            out += changed(old, new, f"{path}{key}.")
-        elif old != new:
-            out.append(f"{path}{key}: {old} -> {new}")
-    return out
-
-
-def _locked(directory: Path) -> IO[str]:
-    """Hold the run's directory as long as this process lives, or the file is open.
-
-    Raises:
-        Refused: another run holds it.
-    """
-    file = (directory / ".lock").open("a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.seek(0)
-        holder = file.read().strip() or "?"
-        file.close()
-        raise Refused(
-            f"another run is writing into {str(directory)!r}",
-            have=f"process {holder}",
-            where="run.dir",
-            mend="give another run.dir, or wait for it",
-        ) from error
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
-    return file
 
 
 def _seeded(sampling: SamplingParams, seed: int, step: int) -> SamplingParams:

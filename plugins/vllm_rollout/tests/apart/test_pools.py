@@ -23,6 +23,7 @@ from core.registry import EngineRegistry, Status
 from core.transport.local import LocalWorkerGroup
 from core.transport.ray import RayResourcePool, RayWorkerGroup
 from manymesh.recipes.grpo.config import GrpoConfig
+from manymesh.recipes.grpo.placement import Placement
 from manymesh.recipes.grpo.split import SplitGroups
 from manymesh.recipes.grpo.tracking import REWARD, read_metrics
 from manymesh.recipes.grpo.trainer import GrpoTrainer
@@ -78,8 +79,8 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
     trainer = GrpoTrainer(config)
     ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
-        train = RayClassWithInitArgs(ActorRolloutRefWorker, config.worker())
-        sample = RayClassWithInitArgs(MortalRollout, config.rollout_worker())
+        train = RayClassWithInitArgs(ActorRolloutRefWorker, Placement(config).worker())
+        sample = RayClassWithInitArgs(MortalRollout, Placement(config).rollout_worker())
         with (
             RayResourcePool([1]) as room,
             RayResourcePool([1]) as other_room,
@@ -98,7 +99,7 @@ def test_the_workers_run_in_the_environment_of_their_pool(pools: Pools) -> None:
         [entry] = [each for each in EngineRegistry.default().entries if each.name == "vllm"]
         assert entry.status is Status.MISSING_DEPENDENCY
         with pytest.raises(Refused, match="vllm is not installed"):
-            attrs.evolve(pools.trainer.config, rollout_pool=attrs.evolve(pools.trainer.config.pool)).check()
+            Placement(attrs.evolve(pools.trainer.config, rollout_pool=pools.trainer.config.pool)).check()
 
     def home(group: Any) -> Path:
         """Of the environment that the worker's Ray was loaded from."""
@@ -164,7 +165,7 @@ def test_weights_of_another_model_are_refused_by_name_and_the_old_ones_stay(pool
     with pools.sync("collective") as sync:
         version = sync.sync()
     other = tiny_model(tmp_path / "other", hidden_size=128, vocab_size=16, tie_word_embeddings=False)
-    worker = pools.trainer.config.worker()
+    worker = Placement(pools.trainer.config).worker()
     assert worker.actor is not None
     stranger = attrs.evolve(worker, actor=attrs.evolve(worker.actor, engine={**worker.actor.engine, "model": other}))
     with LocalWorkerGroup(RayClassWithInitArgs(ActorRolloutRefWorker, stranger)) as strangers:
