@@ -115,15 +115,11 @@ def cycles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
     return {frozenset(other for other in reach[name] if name in reach[other]) for name in graph if name in reach[name]}
 
 
-# Cycles that are still to be mended. One that is gone must go from here.
-KNOWN_CYCLES = {frozenset({"manymesh.recipes.demo", "manymesh.recipes.grpo.__main__"})}
-
-
 def test_no_module_imports_itself_by_way_of_others() -> None:
     """Imports within functions and for type checkers count."""
     modules = modules_of(ROOT / "core", ROOT / "manymesh", ROOT / "sdk", *PLUGINS)
     assert {"core.group", "manymesh_fsdp.engine", "sdk.testing", "core"} <= modules.keys()
-    assert cycles(arrows(modules)) == KNOWN_CYCLES
+    assert cycles(arrows(modules)) == set()
 
 
 def test_the_rule_on_cycles_sees_lazy_imports_and_those_for_type_checkers(tmp_path: Path) -> None:
