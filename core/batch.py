@@ -17,13 +17,13 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from core._rows.columns import contiguous as contiguous
 from core._rows.columns import flat as flat
+from core._rows.columns import group_ids, objects_in, ragged_dim, starts
 from core._rows.columns import is_batch as is_batch
 from core._rows.columns import is_jagged as is_jagged
 from core._rows.columns import nested as nested
 from core._rows.columns import object_column as object_column
-from core._rows.columns import objects_in, ragged_dim, starts
 from core._rows.rows import Rows
-from core._rows.shards import Range
+from core._rows.shards import Range, rows_of_groups
 from core.errors import Refused
 
 
@@ -175,6 +175,16 @@ def spread_over_response(by_row: torch.Tensor, response_mask: torch.Tensor) -> t
 
 def _form(column: torch.Tensor) -> str:
     return f"jagged with {len(flat(column)[0])} tokens" if is_jagged(column) else f"padded {tuple(column.shape)}"
+
+
+def row_groups(batch: TensorDictBase) -> dict[int, list[int]] | None:
+    """By `group_id` the rows that belong together, in order; None where the batch has no such column.
+
+    Raises:
+        Refused: `group_id` is no int64 column of shape (rows,).
+    """
+    column = batch.get("group_id", None)
+    return None if column is None else rows_of_groups(group_ids(column))
 
 
 def take(batch: TensorDictBase, ranges: Sequence[Range]) -> TensorDict:

@@ -16,11 +16,15 @@ on the right, (rows, tokens) with `attention_mask`. Either form is accepted by w
 | old_log_probs, ref_log_probs, entropy, values, advantages, returns | rows, tokens | fp32 | |
 | rewards | rows | fp32 | |
 | prompt_id | rows | int64 | rows of one prompt share it (the group of GRPO) |
+| group_id | rows | int64 | rows that share it stay together; see below |
 | weight_version | rows | int64 | the policy version that sampled the row |
 | weight_versions | rows | object | of a server: [(version, number of tokens), ...] in the order of the response |
 | finish_reason | rows | object | "stop", "length" or "abort" |
 | row_weight | rows | fp32 | 1 for a real row, 0 for filler; every denominator uses it |
 | prompt_ids | rows, tokens | int64 | input of generate |
+
+`group_id` keeps rows on one dp rank, in one mini-batch and in one micro-batch, wherever in the batch they are. It is
+set only where a loss needs several rows at once, such as the two of a pair. GRPO's groups need no such thing.
 
 Metadata of a batch are a record, never a knob: `log_prob_kind`, and `rollout_temperature` (float), the temperature that
 a rollout sampled the rows at. Greedy rows (temperature 0) are recorded at 1, since their log-probs are the untempered

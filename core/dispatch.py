@@ -22,6 +22,7 @@ from core._calls.call import RankCall as RankCall
 from core._calls.deal import as_given, deal, each_its_own, not_from_here, to_all, to_rank_zero
 from core._calls.join import Reducer, check_reducers, join, joined_and_own, list_by_rank, of_rank_zero, same_on_all
 from core._calls.join import WeightedMean as WeightedMean
+from core._rows.shards import DealBy
 from core._rows.shards import Uneven as Uneven
 from core.errors import Refused
 
@@ -37,6 +38,7 @@ def register(
     rows_per_input: RowsPerInput = 1,
     num_blocks: NumBlocks = 1,
     uneven: Uneven = "error",
+    deal_by: DealBy = "rows",
     reducers: Mapping[str, Reducer] | None = None,
     timeout_s: float | None = None,
     columns: Collection[str] | None = None,
@@ -55,6 +57,9 @@ def register(
         num_blocks: the batch is this many blocks (mini-batches), and each is dealt over dp by itself, so that dp never
             changes which rows make a block: a number, the name of the argument that holds it, or a function.
         uneven: what to do with rows that don't divide: "error", "pad" or "ragged"; see core._rows.shards.deal_rows.
+        deal_by: "rows": each dp rank gets the next run of rows. "tokens": of each block each dp rank gets as many rows,
+            chosen so that all carry near-equal numbers of tokens. Rows with one `group_id` stay together either way,
+            and count as one. Answers are in the driver's order.
         reducers: how the values of answered dicts are joined, by key; see core._calls.join.
         timeout_s: deadline of a call; the group's when not given.
         columns: of batches only these columns are sent, where they are there; all when not given.
@@ -76,14 +81,16 @@ def register(
             want="Execute.ALL",
             mend="use Dispatch.RANK_ZERO for what rank 0 does alone",
         )
-    if rows_per_input is None and (num_blocks != 1 or uneven == "pad"):
+    if rows_per_input is None and (num_blocks != 1 or uneven == "pad" or deal_by == "tokens"):
         raise Refused(
             "rows can be put back in order, or filler cut off, only where their number is known",
-            have=f"rows_per_input None, num_blocks {num_blocks}, uneven {uneven!r}",
+            have=f"rows_per_input None, num_blocks {num_blocks}, uneven {uneven!r}, deal_by {deal_by!r}",
             mend="declare rows_per_input, a number or a function of the arguments",
         )
     if uneven not in get_args(Uneven):
         raise Refused(f"unknown policy {uneven!r} for uneven rows", want=get_args(Uneven))
+    if deal_by not in get_args(DealBy):
+        raise Refused(f"rows are not dealt by {deal_by!r}", want=get_args(DealBy))
     check_reducers(reducers or {})
     spec = MethodSpec(
         mode,
@@ -96,6 +103,7 @@ def register(
         timeout_s,
         None if columns is None else frozenset(columns),
         reads_only,
+        deal_by,
     )
 
     def mark(function: F) -> F:

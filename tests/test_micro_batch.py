@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.errors import ConfigError
+from core.errors import ConfigError, Refused
 from manymesh.workers.micro_batch import MicroBatchConfig, plan_micro_batches, round_up, widen
 
 row_lengths = st.lists(st.integers(1, 50), min_size=1, max_size=40)
+counts = st.integers(1, 9)
 
 
 @given(row_lengths, st.integers(1, 8), st.integers(1, 120), st.booleans(), st.sampled_from([1, 4]))
@@ -56,3 +59,37 @@ def test_numbers_of_micro_batches_are_rounded_up_to_what_the_engine_asks_for() -
 def test_a_budget_below_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_rows"):
         MicroBatchConfig(max_rows=0)
+
+
+groups_of_rows = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 12)), min_size=1, max_size=40)
+
+
+@given(groups_of_rows, st.integers(2, 8), st.integers(1, 400), st.booleans(), st.sampled_from([1, 4]), counts)
+def test_a_group_is_whole_in_one_micro_batch_within_the_budget_or_is_refused(
+    rows: list[tuple[int, int]], max_rows: int, max_tokens: int, packed: bool, multiple: int, count: int
+) -> None:
+    lengths = [length for length, _ in rows]
+    groups = {name: [row for row, (_, group) in enumerate(rows) if group == name] for _, name in rows}
+    config = MicroBatchConfig(max_rows=max_rows, max_tokens=max_tokens)
+
+    def exceeds(part: Sequence[int]) -> bool:
+        if len(part) < 2:
+            return False
+        widths = [round_up(lengths[row], multiple) for row in part]
+        tokens = sum(widths) if packed else max(widths) * len(part)
+        return len(part) > max_rows or tokens > max_tokens
+
+    too_large = "|".join(str(name) for name, part in groups.items() if exceeds(part))
+    if too_large:
+        with pytest.raises(Refused, match=rf"group ({too_large}) (.|\n)*max_rows {max_rows}, max_tokens {max_tokens}"):
+            plan_micro_batches(lengths, config, packed=packed, sequence_multiple=multiple, groups=groups)
+        return
+    plan = plan_micro_batches(lengths, config, packed=packed, sequence_multiple=multiple, groups=groups)
+    wider = widen(plan, lengths, count, groups)
+    assert len(wider) == max(count, len(plan))
+    for micro_batches in (plan, wider):
+        assert sorted(row for part in micro_batches for row in part) == list(range(len(lengths)))
+        for part in micro_batches:
+            assert not exceeds(part)
+            ids = list(dict.fromkeys(rows[row][1] for row in part))
+            assert part == [row for name in ids for row in groups[name]]  # in order, one after another

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 
 from core._rows.shards import Block, Shard, deal_rows
-from core.batch import jagged_from, metadata, num_rows, select, take, to_padded
+from core.batch import jagged_from, metadata, num_rows, row_lengths, select, take, to_padded
 from core.errors import ConfigError, Refused
 from core.loss import LossSpec
 from core.rollout import LogProbKind, SamplingParams
@@ -72,7 +72,14 @@ def train(
     rank: int, world_size: int, config: TrainingWorkerConfig, batch: TensorDict, num_mini_batches: int = 1
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """One call of train_mini_batch: this rank's metrics, the last gradient and the weights afterwards."""
-    shards = deal_rows(num_rows(batch), world_size, num_mini_batches, "a test")
+    shards = deal_rows(
+        num_rows(batch),
+        world_size,
+        num_mini_batches,
+        "a test",
+        tokens=row_lengths(batch).tolist(),
+        groups=batch["group_id"].tolist() if "group_id" in batch.keys() else None,  # noqa: SIM118
+    )
     with placed(WorkerContext(rank=rank, world_size=world_size), shards[rank]):
         worker = TrainingWorker(config)
         worker.reset()
@@ -141,6 +148,72 @@ def test_ranks_with_fewer_micro_batches_run_filler_that_counts_nothing(model: st
     answers = two_ranks.run(train, cut, batch)
     assert sum(answer[0]["loss"] for answer in answers) == pytest.approx(losses["loss"], rel=1e-5, abs=1e-7)
     assert relative(answers[0][1], gradient) < 1e-5
+
+
+def pairs() -> TensorDict:
+    """Four pairs, rows of a pair far from each other."""
+    batch = training_batch(8)
+    batch["group_id"] = torch.tensor([30, 10, 0, 10, 20, 0, 30, 20])
+    return batch
+
+
+def pair_config(model: str, packing: bool = False, **micro_batch: Any) -> TrainingWorkerConfig:
+    loss = LossSpec("tests.support.losses:PairLoss")
+    return attrs.evolve(worker_config(model, packing=packing), loss=loss, micro_batch=MicroBatchConfig(**micro_batch))
+
+
+def test_pairs_are_parted_neither_over_ranks_nor_micro_batches_so_their_loss_is_that_of_one_process(
+    model: str, two_ranks: RankPool
+) -> None:
+    losses, gradient, _ = train(0, 1, pair_config(model), pairs())
+    assert losses["pairs"] == 4
+    layouts: list[tuple[RankPool | None, bool, dict[str, Any]]] = [
+        (None, False, {"max_rows": 2}),
+        (None, True, {"max_rows": 5}),
+        (two_ranks, False, {"max_rows": 2}),
+        (two_ranks, True, {"max_rows": 4}),
+        (two_ranks, False, {"max_tokens": 121}),  # another number of micro-batches on each rank
+    ]
+    for ranks, packing, micro_batch in layouts:
+        config = pair_config(model, packing, **micro_batch)
+        answers = ranks.run(train, config, pairs()) if ranks else [train(0, 1, config, pairs())]
+        assert sum(answer[0]["loss"] for answer in answers) == pytest.approx(losses["loss"], rel=1e-5)
+        assert sum(answer[0]["pairs"] for answer in answers) == 4
+        assert relative(answers[0][1], gradient) < 1e-5, (packing, micro_batch)
+
+
+def test_pairs_make_the_same_optimizer_steps_for_any_dp(model: str, two_ranks: RankPool) -> None:
+    before = train(0, 1, worker_config(model, lr=0.0), training_batch())[2]
+    alone = train(0, 1, pair_config(model, max_rows=2), pairs(), 2)[2]
+    together = two_ranks.run(train, pair_config(model, max_rows=2), pairs(), 2)[0][2]
+    moved = {name: alone[name] - before[name] for name in alone}
+    assert relative({name: together[name] - before[name] for name in alone}, moved) < 1e-3
+
+
+def refusal_of(rank: int, world_size: int, config: TrainingWorkerConfig, batch: TensorDict) -> str:
+    try:
+        train(rank, world_size, config, batch)
+    except Refused as refused:
+        return str(refused)
+    return ""
+
+
+def test_a_group_beyond_the_budget_of_one_rank_is_refused_on_all_before_anything_runs(
+    model: str, two_ranks: RankPool
+) -> None:
+    answers = two_ranks.run(refusal_of, pair_config(model, max_tokens=100), pairs())
+    assert answers[0] == answers[1]
+    assert "belong together and do not fit into one micro-batch" in answers[0]
+    assert "max_tokens 100" in answers[0]
+
+
+def test_groups_that_mini_batches_would_part_are_refused_where_nobody_dealt_the_rows(trainer: TrainingWorker) -> None:
+    batch = pairs()
+    with pytest.raises(Refused, match=r"different mini-batches(.|\n)*0, 30"):
+        trainer.train_mini_batch(batch, 2)
+    batch["group_id"] = torch.zeros(8)
+    with pytest.raises(Refused, match=r"torch.int64 \(rows,\)"):
+        trainer.train_mini_batch(batch)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from core._rows.shards import Shard, Uneven
+from core._rows.shards import DealBy, Shard, Uneven
 from core.errors import Refused, did_you_mean
 from core.mesh import Route
 
@@ -171,6 +171,7 @@ class MethodSpec:
     timeout_s: float | None = None
     columns: frozenset[str] | None = None
     reads_only: bool = False
+    deal_by: DealBy = "rows"
 
     @property
     def mode(self) -> DispatchMode:

@@ -9,10 +9,12 @@ from typing import Any
 import attrs
 
 from core._calls.call import Call, PerRank, RankCall
-from core._rows.shards import deal_rows
+from core._rows.shards import are_in_order, deal_rows
 from core._rows.table import Deferred, WholeTable
 from core._rows.wire import table_of
 from core.errors import Refused
+
+KEPT = ("row_weight", "group_id")  # sent whatever columns a method reads
 
 
 @attrs.frozen
@@ -39,7 +41,7 @@ class Arguments:
                 return value
             if not tables:
                 return table.batch() if isinstance(value, WholeTable) else value
-            return table if columns is None else table.only(lambda name: name in columns or name == "row_weight")
+            return table if columns is None else table.only(lambda name: name in columns or name in KEPT)
 
         arguments = call.arguments
         return cls(tuple(map(value_of, arguments.args)), {k: value_of(v) for k, v in arguments.kwargs.items()})
@@ -76,7 +78,8 @@ def deal(call: Call) -> Sequence[RankCall]:
     Notes the shards in the call, for `join`.
 
     Raises:
-        Refused: batches of different length, rows that don't divide, a PerRank of another length.
+        Refused: batches of different length, rows that don't divide, rows without tokens that are dealt by tokens, a
+            PerRank of another length.
     """
     arguments = Arguments.of(call)
     tables = arguments.tables
@@ -88,7 +91,17 @@ def deal(call: Call) -> Sequence[RankCall]:
     call.rows_per_input = call.setting(spec.rows_per_input)
     call.own_weights = any("row_weight" in table.names for table in tables)
     num_blocks = call.setting(spec.num_blocks)
-    call.shards = deal_rows(len(tables[0]), route.dp_size, num_blocks, call.where, spec.uneven)
+    tokens = _row_tokens(call, tables) if spec.deal_by == "tokens" else None
+    groups = next((ids for table in tables if (ids := table.row_groups()) is not None), None)
+    call.shards = deal_rows(
+        len(tables[0]), route.dp_size, num_blocks, call.where, spec.uneven, tokens=tokens, groups=groups
+    )
+    if call.rows_per_input is None and groups is not None and not are_in_order(call.shards):
+        raise Refused(
+            "rows of groups can be put back in order only where their number is known",
+            where=call.where,
+            mend="declare rows_per_input, a number or a function of the arguments, or give rows of a group in a row",
+        )
     with_weights = call.has_filler
     by_dp = []
     for shard in call.shards:
@@ -102,6 +115,19 @@ def deal(call: Call) -> Sequence[RankCall]:
         return [by_dp[dp][1] for dp in route.dp_ranks]
     own = [by_dp[dp][0].by_rank(call)[rank] for rank, dp in enumerate(route.dp_ranks)]
     return [RankCall(each.args, each.kwargs, call.shards[dp]) for each, dp in zip(own, route.dp_ranks, strict=True)]
+
+
+def _row_tokens(call: Call, tables: Sequence[WholeTable]) -> Sequence[int]:
+    for table in tables:
+        if (tokens := table.row_tokens()) is not None:
+            return tokens
+    raise Refused(
+        "rows are dealt by tokens, and no column tells how many they have",
+        have=tables[0].names,
+        want="input_ids or another jagged column, or attention_mask",
+        where=call.where,
+        mend='register the method with deal_by="rows"',
+    )
 
 
 def _same_shard(call: Call, arguments: Arguments) -> list[RankCall]:

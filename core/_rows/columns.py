@@ -154,3 +154,16 @@ def flat(column: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def starts(lengths: torch.Tensor) -> torch.Tensor:
     """Offsets of rows of the given lengths: int64 (rows + 1), from 0 to the sum."""
     return torch.nn.functional.pad(lengths.to(torch.int64).cumsum(0), (1, 0))
+
+
+def group_ids(column: Any) -> list[int]:
+    """The values of a column `group_id`.
+
+    Raises:
+        Refused: it is no int64 column of shape (rows,).
+    """
+    if not isinstance(column, torch.Tensor) or column.dtype != torch.int64 or is_jagged(column) or column.dim() != 1:
+        have = f"{column.dtype} {tuple(column.shape)}" if isinstance(column, torch.Tensor) else type(column).__name__
+        raise Refused("group_id names the group of each row", have=have, want="torch.int64 (rows,)")
+    ids: list[int] = column.tolist()
+    return ids

@@ -18,6 +18,7 @@ from core._rows.columns import (
     ObjectColumn,
     Objects,
     flat,
+    group_ids,
     is_jagged,
     nested,
     object_column,
@@ -190,10 +191,18 @@ class Rows(WholeTable, PartTable):
 
         return self._map(len(index), pick, new)
 
-    def weighted(self, real: torch.Tensor) -> Rows:
-        """The same with `row_weight`, which is 0 where `real` (bool, by row) is not."""
-        weight = self.columns.get("row_weight", torch.ones(self.num))
-        return Rows(self.num, {**self.columns, "row_weight": weight * real}, self.offsets)
+    def weighted(self, copies: Sequence[int]) -> Rows:
+        """The same with `row_weight`, which is 0 for filler, and groups that are filler told apart.
+
+        Args:
+            copies: for each row -1, or of filler the number of the copy: rows of one group are one copy.
+        """
+        number = torch.tensor(copies, dtype=torch.int64)
+        columns = dict(self.columns)
+        columns["row_weight"] = columns.get("row_weight", torch.ones(self.num)) * (number < 0)
+        if (ids := columns.get("group_id")) is not None:
+            columns["group_id"] = torch.where(number < 0, ids, ids.max() + 1 + number)
+        return Rows(self.num, columns, self.offsets)
 
     def only(self, wanted: Callable[[str], bool]) -> Rows:
         return Rows(self.num, {name: each for name, each in self.columns.items() if wanted(name)}, self.offsets)
@@ -204,7 +213,22 @@ class Rows(WholeTable, PartTable):
             rows = self.take(ranges)
         else:
             rows = self.select(torch.tensor([row for start, stop in ranges for row in range(start, stop)]))
-        return rows.weighted(torch.tensor([row >= 0 for row in shard.row_numbers()])) if with_weights else rows
+        return rows.weighted(shard.copies()) if with_weights else rows
+
+    def row_tokens(self, tensor: Callable[[Any], torch.Tensor] = lambda tensor: tensor) -> list[int] | None:
+        """`tensor` makes a tensor of its form on the wire, where the rows have that form."""
+        lengths: list[int]
+        for name in ("input_ids", "prompt_ids", *self.columns):
+            if isinstance(column := self.columns.get(name), Jagged):
+                lengths = tensor(self.offsets[column.offsets]).diff().tolist()
+                return lengths
+        if (mask := self.columns.get("attention_mask")) is None:
+            return None
+        lengths = tensor(mask).bool().sum(1).tolist()
+        return lengths
+
+    def row_groups(self) -> list[int] | None:
+        return group_ids(self.columns["group_id"]) if "group_id" in self.columns else None
 
     def restored(self, shards: tuple[Shard, ...], rows_per_input: int) -> Rows:
         if are_in_order(shards):

@@ -111,7 +111,7 @@ def deal_rows(
     """
     if num_blocks < 1:
         raise Refused("a batch is cut into at least one block", have=num_blocks, where=where)
-    members = None if groups is None else rows_of_groups(groups)
+    members = None if groups is None else list(rows_of_groups(groups).values())
     count = num_rows if members is None else len(members)
     unit = dp_size * num_blocks
     least = {"error": unit, "ragged": unit, "pad": num_blocks}[uneven]
@@ -120,7 +120,9 @@ def deal_rows(
             count, "rows" if members is None else "groups", dp_size, num_blocks, least, where, uneven
         )
     weights = tokens
-    if tokens is not None and members is not None:
+    if dp_size == 1:
+        weights = None  # nothing to balance, and runs are cheap
+    elif tokens is not None and members is not None:
         weights = [sum(tokens[row] for row in rows) for rows in members]
     blocks: list[list[Block]] = [[] for _ in range(dp_size)]
     stop, lucky = 0, 0  # `lucky`: who gets a row more next, so that in all nobody gets two more
@@ -136,12 +138,12 @@ def deal_rows(
     return tuple(Shard(tuple(each)) for each in blocks)
 
 
-def rows_of_groups(groups: Sequence[int]) -> list[list[int]]:
-    """The rows of each group, groups in the order of their first rows."""
+def rows_of_groups(groups: Sequence[int]) -> dict[int, list[int]]:
+    """By group its rows, groups in the order of their first rows."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
-    return list(members.values())
+    return members
 
 
 Run = tuple[int, int, int]  # rows start..stop-1 of a part: (part, start, stop)

@@ -9,6 +9,7 @@ that a rank that reads others does not fetch them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -29,7 +30,12 @@ INLINE_BYTES = 64 << 10  # rows of fewer bytes travel with the answer
 
 @attrs.frozen(eq=False)
 class StoredPart(PartTable):
-    """One rank's batch. `rest` holds the columns that are no objects of their own: Rows on the wire, or a handle."""
+    """One rank's batch.
+
+    Attributes:
+        rest: the columns that are no objects of their own: Rows on the wire, or a handle.
+        row_tokens, row_groups: what dealing asks of the rows, so that it need not fetch them; see core._rows.table.
+    """
 
     rank: int
     num: int
@@ -37,6 +43,8 @@ class StoredPart(PartTable):
     metadata: Mapping[str, Any]
     rest: Any
     own: Mapping[str, Any]
+    row_tokens: Sequence[int] | None = None
+    row_groups: Sequence[int] | None = None
 
     @classmethod
     def of(cls, rows: Rows, rank: int, put: Callable[[Any], Any]) -> StoredPart:
@@ -49,7 +57,8 @@ class StoredPart(PartTable):
         rest = put(rest) if num_bytes(rest) > INLINE_BYTES else rest
         forms = {name: form_of(column) for name, column in rows.columns.items()}
         metadata = {name: column.value for name, column in rows.columns.items() if isinstance(column, Metadata)}
-        return cls(rank, rows.num, forms, metadata, rest, own)
+        groups = shared(rows.columns["group_id"]).tolist() if forms.get("group_id") == ("dense", "int64") else None
+        return cls(rank, rows.num, forms, metadata, rest, own, rows.row_tokens(shared), groups)
 
     def __len__(self) -> int:
         return self.num
@@ -115,9 +124,28 @@ class StoredRows(WholeTable):
     def only(self, wanted: Callable[[str], bool]) -> StoredRows:
         return attrs.evolve(self, names=tuple(name for name in self.names if wanted(name)))
 
+    def row_tokens(self) -> list[int] | None:
+        return self._of_rows([part.row_tokens for part in self.parts])
+
+    def row_groups(self) -> list[int] | None:
+        if "group_id" not in self.names:
+            return None
+        groups = self._of_rows([part.row_groups for part in self.parts])
+        if groups is None:
+            forms = {part.rank: part.forms["group_id"] for part in self.parts}
+            raise Refused("group_id names the group of each row", have=forms, want="int64 (rows,)", where=self.origin)
+        return groups
+
+    def _of_rows(self, by_part: Sequence[Sequence[int] | None]) -> list[int] | None:
+        values: list[int] = []
+        for part, start, stop in self.runs:
+            if (of_part := by_part[part]) is None:
+                return None
+            values += of_part[start:stop]
+        return values
+
     def shard(self, shard: Shard, *, with_weights: bool) -> RowsToFetch:
-        real = tuple(row >= 0 for row in shard.row_numbers()) if with_weights else None
-        return self.to_fetch(shard.ranges(), real)
+        return self.to_fetch(shard.ranges(), tuple(shard.copies()) if with_weights else None)
 
     def restored(self, shards: tuple[Shard, ...], rows_per_input: int) -> StoredRows:
         return attrs.evolve(self, runs=runs_of(shards, rows_per_input))
@@ -131,7 +159,7 @@ class StoredRows(WholeTable):
     def batch(self, get: Get | None = None, tensor: Callable[[Any], Any] | None = None) -> TensorDict:
         return self.on_wire().batch(get or self.source.fetch)
 
-    def to_fetch(self, ranges: Sequence[Range], real: tuple[bool, ...] | None = None) -> RowsToFetch:
+    def to_fetch(self, ranges: Sequence[Range], copies: tuple[int, ...] | None = None) -> RowsToFetch:
         """Rows of the ranges, in that order, for a rank that gets them."""
         if getattr(self.source, "ended", False):
             raise Refused(
@@ -148,20 +176,21 @@ class StoredRows(WholeTable):
             self.names,
             self.source,
             self.origin,
-            real,
+            copies,
         )
 
 
 @attrs.frozen(eq=False)
 class RowsToFetch(Table):
-    """Rows that a rank fetches when its method is about to run. `real` marks what is no filler, where there is any."""
+    """Rows that a rank fetches when its method is about to run. `copies` tells what is filler, where there is any; see
+    Shard.copies."""
 
     parts: tuple[Any, ...]  # StoredPart, or a handle of one
     runs: tuple[Run, ...]
     names: tuple[str, ...]
     source: Any
     origin: str
-    real: tuple[bool, ...] | None = None
+    copies: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return sum(stop - start for _, start, stop in self.runs)
@@ -187,9 +216,7 @@ class RowsToFetch(Table):
 
     def rows(self, get: Get) -> Rows:
         """The rows, in memory of their own."""
-        import torch
-
-        from core._rows.rows import Rows
+        from core._rows.rows import FEW_RANGES, Rows
 
         try:
             handles = {i: part for i, part in enumerate(self.parts) if not isinstance(part, StoredPart)}
@@ -200,5 +227,10 @@ class RowsToFetch(Table):
         except Exception as error:
             raise RuntimeError(f"the rows that {self.origin} made cannot be fetched: {error}") from error
         tensors = [part.map_tensors(shared) for part in parts]
-        rows = Rows.concat([tensors[i].take([(start, stop)]) for i, start, stop in self.runs], self.origin)
-        return rows if self.real is None else rows.weighted(torch.tensor(self.real))
+        if len(self.runs) <= FEW_RANGES:
+            rows = Rows.concat([tensors[i].take([(start, stop)]) for i, start, stop in self.runs], self.origin)
+        else:
+            first = [0, *accumulate(len(part) for part in tensors)]
+            ranges = [(first[i] + start, first[i] + stop) for i, start, stop in self.runs]
+            rows = Rows.concat(tensors, self.origin).take(ranges)
+        return rows if self.copies is None else rows.weighted(self.copies)

@@ -50,8 +50,18 @@ class WholeTable(Table):
         """The same rows of fewer columns."""
 
     @abstractmethod
+    def row_tokens(self) -> Sequence[int] | None:
+        """Tokens of each row, by `input_ids`, `prompt_ids`, the first jagged column or `attention_mask`; None where
+        there is none of them."""
+
+    @abstractmethod
+    def row_groups(self) -> Sequence[int] | None:
+        """The `group_id` of each row; None where there is no such column."""
+
+    @abstractmethod
     def shard(self, shard: Shard, *, with_weights: bool) -> Table:
-        """The rows of a shard, for the ranks that get it. Filler is copies of real rows.
+        """The rows of a shard, for the ranks that get it. Filler is copies of real rows; a copied group gets a
+        `group_id` of its own.
 
         Args:
             with_weights: add the column `row_weight`, 0 for filler: where any shard has filler all shards need it.

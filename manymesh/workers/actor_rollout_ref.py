@@ -106,7 +106,7 @@ class ActorRolloutRefWorker(GeneratingWorker, SendsWeights):
         """The policy's loss, from now on."""
         self._actor().set_loss_fn(loss)
 
-    @register(on_mesh("actor"))
+    @register(on_mesh("actor"), deal_by="tokens")
     def compute_log_prob(self, batch: TensorDict, temperature: float) -> TensorDict | None:
         """The policy's `old_log_probs` and `entropy` of softmax(logits / temperature), token-aligned.
 
@@ -116,7 +116,7 @@ class ActorRolloutRefWorker(GeneratingWorker, SendsWeights):
         answer = self._actor().infer_batch(batch, ("log_probs", "entropy"), temperature=temperature)
         return _renamed(answer, log_probs="old_log_probs")
 
-    @register(on_mesh("ref"))
+    @register(on_mesh("ref"), deal_by="tokens")
     def compute_ref_log_prob(self, batch: TensorDict, temperature: float) -> TensorDict | None:
         """The reference's `ref_log_probs` of softmax(logits / temperature), token-aligned.
 
@@ -128,7 +128,7 @@ class ActorRolloutRefWorker(GeneratingWorker, SendsWeights):
         answer = self.ref.infer_batch(batch, ("log_probs",), temperature=temperature)
         return _renamed(answer, log_probs="ref_log_probs")
 
-    @register(on_mesh("actor"), num_blocks=lambda batch, num_mini_batches, epochs: num_mini_batches)
+    @register(on_mesh("actor"), num_blocks="num_mini_batches", deal_by="tokens")
     def update_actor(
         self, batch: TensorDict, num_mini_batches: int = 1, epochs: int = 1, *, temperature: float
     ) -> dict[str, Metric]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 
-from core.batch import columns, flat, is_jagged, nested, num_rows, row_lengths, take, to_jagged, to_padded
+from core.batch import columns, flat, is_jagged, nested, num_rows, row_groups, row_lengths, take, to_jagged, to_padded
 from core.config import structure
 from core.dispatch import Dispatch, on_mesh, register
 from core.engine import Engine, MicroResult
@@ -20,6 +20,7 @@ from core.errors import ConfigError, Refused
 from core.loss import LossFn, LossScale, LossSpec, Metric
 from core.registry import Choice, EngineRegistry
 from core.worker import Shard, Worker
+from manymesh.parts.agreement import agree
 from manymesh.workers.export import export_directory
 from manymesh.workers.micro_batch import MicroBatchConfig, plan_micro_batches, round_up, widen
 from manymesh.workers.temperature import check_temperature
@@ -78,7 +79,7 @@ class TrainingWorker(Worker):
         """Use this loss from now on. A callable only where driver and workers share an environment."""
         self._loss_fn = _load_loss(loss) if isinstance(loss, LossSpec) else loss
 
-    @register(on_mesh("train"))
+    @register(on_mesh("train"), deal_by="tokens")
     def infer_batch(
         self,
         batch: TensorDict,
@@ -124,12 +125,12 @@ class TrainingWorker(Worker):
             return None
         return step.gather(batch, results, outputs), Metric.join_all([dict(r.metrics) for r in results])
 
-    @register(on_mesh("train"))
+    @register(on_mesh("train"), deal_by="tokens")
     def train_batch(self, batch: TensorDict, temperature: float = 1.0) -> dict[str, Metric]:
         """One optimizer step on the whole batch. See train_mini_batch."""
         return self.train_mini_batch(batch, temperature=temperature)
 
-    @register(on_mesh("train"), num_blocks=lambda batch, num_mini_batches, epochs: num_mini_batches)
+    @register(on_mesh("train"), num_blocks="num_mini_batches", deal_by="tokens")
     def train_mini_batch(
         self, batch: TensorDict, num_mini_batches: int = 1, epochs: int = 1, temperature: float = 1.0
     ) -> dict[str, Metric]:
@@ -223,10 +224,18 @@ class TrainingWorker(Worker):
         multiple = limits.micro_batch_multiple
         rows = [to_jagged(batch) if "attention_mask" in batch.keys() else batch for batch in batches]  # noqa: SIM118
         lengths = [row_lengths(each).tolist() for each in rows]
-        plans = [
-            plan_micro_batches(each, config, packed=limits.packed, sequence_multiple=limits.sequence_multiple)
-            for each in lengths
-        ]
+        groups = [row_groups(each) for each in rows]
+        packed, width = limits.packed, limits.sequence_multiple
+        plans: list[list[list[int]]] = [[] for _ in batches]
+        refusal: Refused | None = None
+        try:
+            _check_groups_whole(groups)
+            plans = [
+                plan_micro_batches(tokens, config, packed=packed, sequence_multiple=width, groups=members)
+                for tokens, members in zip(lengths, groups, strict=True)
+            ]
+        except Refused as error:  # the other ranks must refuse as well, and so does this one below
+            refusal = error
         # Ranks of one dp shard hold the same rows: only the collected one counts them.
         mine = [
             [*(_denominators(each) if self.engine.mesh.is_collect else (0.0, 0.0)), round_up(len(part), multiple)]
@@ -238,12 +247,15 @@ class TrainingWorker(Worker):
             dist.all_gather(everyone, agreed)
             agreed = torch.cat(everyone)
         totals, counts = agreed[..., :2].sum(0), agreed[..., 2].amax(0)
+        if not agreed[..., 2].all():  # some rank has no plan
+            agree(None, refusal)
         return [
             _Step.cut(
                 rows[i],
-                widen(plans[i], lengths[i], int(counts[i])),
+                widen(plans[i], lengths[i], int(counts[i]), groups[i]),
+                next(iter((groups[i] or {0: [0]}).values())),
                 LossScale(*totals[i].tolist()),
-                limits.sequence_multiple,
+                width,
             )
             for i in range(len(batches))
         ]
@@ -258,12 +270,14 @@ class _Step:
     scale: LossScale
 
     @classmethod
-    def cut(cls, rows: TensorDict, plan: list[list[int]], scale: LossScale, multiple: int) -> _Step:
+    def cut(cls, rows: TensorDict, plan: list[list[int]], filler: list[int], scale: LossScale, multiple: int) -> _Step:
+        """`filler`: rows, a whole group where there are groups, that an empty micro-batch gets, with weight zero."""
+
         def micro_batch(part: list[int]) -> TensorDict:
-            made = to_padded(rows, rows=torch.tensor(part or [0]), multiple=multiple)
+            padded = to_padded(rows, rows=torch.tensor(part or filler), multiple=multiple)
             if not part:
-                made["row_weight"] = torch.zeros(1)
-            return made
+                padded["row_weight"] = torch.zeros(len(filler))
+            return padded
 
         return cls([micro_batch(part) for part in plan], plan, scale)
 
@@ -318,6 +332,19 @@ def _mini_batches(rows: int, num_mini_batches: int, shard: Shard | None) -> tupl
             "a batch is cut into equal mini-batches", have=f"{rows} rows on this rank, {num_mini_batches} mini-batches"
         )
     return (rows // num_mini_batches,) * num_mini_batches
+
+
+def _check_groups_whole(mini_batches: list[dict[int, list[int]] | None]) -> None:
+    """Raises Refused where rows of one group are in several mini-batches."""
+    seen: set[int] = set()
+    for groups in mini_batches:
+        if parted := seen.intersection(groups or ()):
+            raise Refused(
+                "rows that belong together are in different mini-batches",
+                have=f"group_id {sorted(parted)[:5]}",
+                mend="call the method through a worker group, which keeps groups whole, or order the rows by group",
+            )
+        seen.update(groups or ())
 
 
 class _WithLoss:
