@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from core.dispatch import Dispatch, register
 from core.engine import WeightSpec
-from manymesh.workers.transfer.link import ReceivesWeights, SendsWeights
+from manymesh.workers.transfer.remote import WeightSink, WeightSource, WeightWorker
 
 BYTES = 100_000_000
 # As a small model's: an embedding that is larger than a bucket, layers, and many small ones.
@@ -52,25 +51,13 @@ class _Tensors:
             self._tensors[name].copy_(tensor)
 
 
-class Sender(SendsWeights):
+class Sender(WeightWorker):
     def __init__(self) -> None:
-        self.weight_version, self._engine = 0, _Tensors()
-
-    def sent_engine(self) -> Any:
-        return self._engine
-
-    @register(Dispatch.RANK_ZERO)
-    def sending_device(self) -> str:
-        return "cpu"
+        engine: Any = _Tensors()
+        self.weight_source = WeightSource(engine, lambda: 0, "cpu", self.context)
 
 
-class Receiver(ReceivesWeights):
+class Receiver(WeightWorker):
     def __init__(self) -> None:
-        self._rollout = _Tensors()
-
-    def receiving_rollout(self) -> Any:
-        return self._rollout
-
-    @register(Dispatch.SAME_ON_ALL)
-    def receiving_device(self) -> str:
-        return "cpu"
+        rollout: Any = _Tensors()
+        self.weight_sink = WeightSink(rollout, "cpu", self.context)

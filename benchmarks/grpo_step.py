@@ -43,14 +43,14 @@ def main() -> None:
         trainer = GrpoTrainer(config)
         phases: dict[str, list[float]] = defaultdict(list)
         number = 0
-        with RankPool(config.pool.world_size) as ranks, worker_group(config) as group:
+        with RankPool(config.pool.world_size) as ranks, worker_group(config) as workers:
             ranks.run(_plain_grpo.setup, model, data)
-            group.init_model()
-            trainer.version = group.update_weights()
+            workers.init_model()
+            workers.sync.sync()
 
             def ours() -> None:
                 nonlocal number
-                trainer.step(group, number)
+                trainer.step(workers, number)
                 number += 1
                 for phase, seconds in trainer.phases.seconds.items():
                     phases[phase].append(1e3 * seconds)

@@ -1,7 +1,8 @@
-"""The one place that knows devices: which one a rank has, which collective backend serves it, and how to seed it."""
+"""The one place that knows devices: which one a rank has, which collective backend serves it, and how ranks meet."""
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ from core.errors import Refused
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 DEVICE_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -43,6 +45,44 @@ def collective_backend() -> str:
     import torch
 
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def open_listener(address: str) -> socket.socket:
+    """Listen at an address of this machine, on a port of the system's choice, for `connect_store`: with the socket open
+    before anybody is told its port, there is no race for it."""
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    listener.bind((address, 0))
+    listener.listen(1024)
+    return listener
+
+
+def connect_store(
+    address: str,
+    port: int,
+    *,
+    listener: socket.socket | None = None,
+    num_ranks: int | None = None,
+    timeout_s: float = 300.0,
+) -> dist.TCPStore:
+    """A connection to the key-value store at an address.
+
+    Args:
+        listener: of the process that serves the store: its socket at this address, which the store takes over.
+        num_ranks: how many will connect; None where that is open.
+        timeout_s: deadline of the connection, and of the store's own waits.
+    """
+    import torch.distributed as dist
+
+    serving: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
+    return dist.TCPStore(
+        address,
+        port,
+        num_ranks,
+        is_master=listener is not None,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        **serving,
+    )
 
 
 def join_world(rank: int, world_size: int, store: Any, timeout_s: float) -> None:

@@ -131,7 +131,7 @@ class Worker:
         """
         import torch.distributed as dist
 
-        from core.device import join_world
+        from core.device import connect_store, join_world
 
         place = self.context
         if dist.is_initialized():
@@ -145,14 +145,8 @@ class Worker:
                 )
             store = dist.HashStore()
         else:
-            serving: dict[str, Any] = {"master_listen_fd": place.listener.detach()} if place.listener else {}
-            store = dist.TCPStore(
-                place.master_addr,
-                place.master_port,
-                place.world_size,
-                is_master=place.rank == 0,
-                wait_for_workers=False,
-                **serving,
+            store = connect_store(
+                place.master_addr, place.master_port, listener=place.listener, num_ranks=place.world_size
             )
         join_world(place.rank, place.world_size, store, timeout_s)
 

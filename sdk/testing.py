@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from core.device import connect_store, join_world, open_listener
+
 PRELOAD = [
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
@@ -49,7 +51,7 @@ class RankPool:
         context.set_forkserver_preload(list(PRELOAD))
         self._pipes: list[Connection] = []
         self._processes = []
-        listener = _listen()
+        listener = open_listener("127.0.0.1")
         port = listener.getsockname()[1]
         for rank in range(world_size):
             ours, theirs = context.Pipe()
@@ -149,25 +151,12 @@ def _importable(name: str) -> bool:
         return False
 
 
-def _listen() -> Any:
-    import socket
-
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(128)
-    return listener
-
-
 def _serve(pipe: Connection, rank: int, world_size: int, port: int, listener: Any) -> None:
     import torch
-    import torch.distributed as dist
     from ray import cloudpickle
 
-    from core.device import join_world
-
     torch.set_num_threads(1)
-    serving: dict[str, Any] = {"master_listen_fd": listener.detach()} if listener is not None else {}
-    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False, **serving)
+    store = connect_store("127.0.0.1", port, listener=listener, num_ranks=world_size)
     join_world(rank, world_size, store, timeout_s=60)
     while True:
         try:

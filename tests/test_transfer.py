@@ -122,13 +122,13 @@ def test_after_a_sync_all_rollouts_have_the_trainers_weights_and_version(
         for group in receivers:
             with pytest.raises(Refused, match="too old"):
                 gap(senders, group, version)
-        assert sync.sync() == version == worker(senders).confirmed_version == sync.version
+        assert sync.sync() == version == sync.version
         assert [gap(senders, group, version) < 1e-4 for group in receivers] == [True, True]
         assert receivers[0].rollout_version() == version
         sent, *received = sync.receipts
         assert len({receipt.digest for receipt in sync.receipts}) == 1
         assert [receipt.num_bytes for receipt in received] == [sent.num_bytes] * 2
-    exported = dict(worker(senders).sent_engine().export_weights())
+    exported = dict(worker(senders).weight_source.engine.export_weights())
     loaded = worker(receivers[0]).rollout._model.state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in exported.items())
     sync.close()
@@ -149,12 +149,12 @@ def test_a_receiver_that_fails_at_bucket_3_of_5_leaves_no_version_and_the_next_s
         with pytest.raises(TransferFailed, match=r"the link is down[\s\S]*receiver 2 of 2"):
             sync.sync()
         assert time.monotonic() - start < 20, "nobody waits for a deadline"
-    assert worker(senders).confirmed_version == sync.version == before
+    assert sync.version == before
     for group in receivers:  # all or none: the other had no reason of its own
         assert group.rollout_version() is None
         with pytest.raises(Refused, match="no valid weights"):
             gap(senders, group)
-    assert sync.sync() == before + 1 == worker(senders).confirmed_version
+    assert sync.sync() == before + 1 == sync.version
     assert [gap(senders, group, before + 1) < 1e-4 for group in receivers] == [True, True]
 
 
@@ -190,14 +190,18 @@ def test_a_rollout_that_stages_keeps_its_old_version_whole_when_another_fails(
     sync = sync_of()
     before = sync.sync()
     sampled = receivers[0].generate_sequences(prompts(), SAMPLING)
-    monkeypatch.setattr(worker(receivers[0]), "rollout", Staged(worker(receivers[0]).rollout))
+    staged = Staged(worker(receivers[0]).rollout)
+    monkeypatch.setattr(worker(receivers[0]), "rollout", staged)
+    monkeypatch.setattr(worker(receivers[0]).weight_sink, "rollout", staged)
     senders.update_actor(training_batch(), temperature=1.0)
     with monkeypatch.context() as patch:
         refuse_bucket(patch, receivers[1], 5)
         with pytest.raises(TransferFailed):
             sync.sync()
-    assert receivers[0].rollout_version() == before
-    again = receivers[0].generate_sequences(prompts(), SAMPLING)
+    assert receivers[0].rollout_version() == sync.version == before
+    with pytest.raises(Refused, match="too old"):  # of the sync that failed it knows
+        receivers[0].generate_sequences(prompts(), SAMPLING)
+    again = receivers[0].generate_sequences(prompts(), SAMPLING, min_version=sync.version)
     assert torch.equal(again["rollout_log_probs"].values(), sampled["rollout_log_probs"].values())
     assert sync.sync() == before + 1
     assert gap(senders, receivers[0], before + 1) < 1e-4
@@ -260,7 +264,7 @@ def test_a_trainer_that_fails_while_it_exports_is_a_failed_group_and_receivers_a
     senders, receivers = trainers(model), rollouts(model)
     sync = WeightSync(senders, [receivers], bucket_mb=FIVE_BUCKETS)
     sync.sync()
-    engine = worker(senders).sent_engine()
+    engine = worker(senders).weight_source.engine
     export = engine.export_weights
 
     def failing(**options: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -306,8 +310,8 @@ def test_a_receiver_that_never_comes_is_waited_for_until_the_deadline(
     senders, receivers = groups
     sync = sync_of(timeout_s=2.0)
     with monkeypatch.context() as patch:
-        patch.setattr(worker(receivers[1]), "connect_receiver", lambda link, index, host: "")
-        with pytest.raises(TransferFailed, match=r"did not meet[\s\S]*all ends to join the process group"):
+        patch.setattr(worker(receivers[1]), "connect_weights", lambda end, connection, index, host: None)
+        with pytest.raises(TransferFailed, match=r"did not meet[\s\S]*waited 2 s for receiver 2 of 2 to connect"):
             sync.sync()
     assert sync.sync() == worker(senders).weight_version
 
@@ -322,7 +326,7 @@ def test_a_rollout_worker_is_built_once_and_connected_before_it_receives(model: 
     with pytest.raises(Refused, match="once"):
         group.init_model()
     with pytest.raises(Refused, match="not connected"):
-        group.receive_weights([], 1, "sync 1")
+        group.transfer_weights("sink", [], 1, "sync 1")
 
 
 @pytest.mark.parametrize("kind", ["collective", "disk"])
@@ -330,7 +334,7 @@ def test_syncs_leave_nothing_behind_in_the_store(groups: Any, sync_of: Any, kind
     sync, sizes = sync_of(kind), []
     for _ in range(4):
         sync.sync()
-        sizes.append(worker(groups[0])._channel.store.num_keys())
+        sizes.append(worker(groups[0]).weight_source._channel.store.num_keys())
     assert len(set(sizes)) == 1
 
 
@@ -347,8 +351,10 @@ def test_bad_requests_are_refused_before_anything_is_opened(groups: Any, monkeyp
     senders, receivers = groups
     with pytest.raises(RegistryError, match=r"there is no transfer 'colective'[\s\S]*did you mean 'collective'"):
         WeightSync(senders, receivers, kind="colective")
-    with pytest.raises(Refused, match="update_weights"):
-        WeightSync(senders, [senders])
+    with pytest.raises(Refused, match="no group"):
+        WeightSync(senders, [])
+    with pytest.raises(Refused, match="role 'actor' has no rollout"):
+        WeightSync(senders, senders).sync()
     with pytest.raises(ConfigError, match="bucket_mb"):
         WeightSync(senders, receivers, bucket_mb=0)
     for options, said in (({}, "directory"), ({"directory": "here"}, "absolute")):
@@ -359,3 +365,27 @@ def test_bad_requests_are_refused_before_anything_is_opened(groups: Any, monkeyp
         with pytest.raises(Refused, match="'object_store' needs Ray"):
             WeightSync(senders, receivers, kind="object_store").sync()
     assert WeightSync(senders, receivers).sync() == worker(senders).weight_version
+
+
+def test_one_verb_serves_rollouts_in_the_trainers_processes_and_in_pools_of_their_own(model: str) -> None:
+    actor = TrainingWorkerConfig(
+        engine={"model": model, "optimizer": {"lr": 1e-2}}, loss=LossSpec("manymesh.recipes.grpo.loss:policy_loss")
+    )
+    config = ActorRolloutRefConfig(
+        role="actor_rollout", actor=actor, rollout=RolloutWorkerConfig(engine={"model": model})
+    )
+    whole = LocalWorkerGroup(RayClassWithInitArgs(ActorRolloutRefWorker, config), name="whole")
+    whole.init_model()
+    alone = rollouts(model)
+    with WeightSync(whole, whole) as inside, WeightSync(whole, [whole, alone]) as both:
+        whole.update_actor(training_batch(), temperature=1.0)
+        with pytest.raises(Refused, match="too old"):  # the worker has both, so it knows that a sync was forgotten
+            gap(whole, whole)
+        assert inside.sync() == inside.version == 1
+        assert gap(whole, whole) < 1e-4
+        assert (whole.rollout_version(), alone.rollout_version()) == (1, 0)
+        whole.update_actor(training_batch(), temperature=1.0)
+        assert both.sync() == 2
+        assert (whole.rollout_version(), alone.rollout_version()) == (2, 2)
+        assert gap(whole, whole) < 1e-4
+        assert gap(whole, alone) < 1e-4

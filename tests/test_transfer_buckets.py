@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from core.engine import WeightSpec
 from core.errors import ManymeshError
-from manymesh.workers.transfer.buckets import ALIGN, Joiner, Named, as_bytes, cut, offsets, plan, whole_tensors
+from manymesh.workers.transfer.buckets import ALIGN, Joiner, NamedTensor, as_bytes, cut, offsets, plan, whole_tensors
 from manymesh.workers.transfer.digest import digest
 
 DTYPES = ("bfloat16", "float32", "float64", "int64", "bool", "uint8", "float8_e4m3fn", "float16")
@@ -30,7 +30,7 @@ def filled(shape: tuple[int, ...], dtype: str, seed: int = 0) -> torch.Tensor:
 
 
 @st.composite
-def models(draw: st.DrawFn) -> tuple[list[WeightSpec], list[Named]]:
+def models(draw: st.DrawFn) -> tuple[list[WeightSpec], list[NamedTensor]]:
     """Tensors of all dtypes and layouts in memory; some load together, with others between them."""
     stream, specs = [], []
     shared = torch.arange(4096, dtype=torch.float32)
@@ -50,7 +50,7 @@ def models(draw: st.DrawFn) -> tuple[list[WeightSpec], list[Named]]:
     return specs, stream
 
 
-def carried(specs: list[WeightSpec], stream: list[Named], bucket_bytes: int) -> list[list[Named]]:
+def carried(specs: list[WeightSpec], stream: list[NamedTensor], bucket_bytes: int) -> list[list[NamedTensor]]:
     """What a receiver is given to load, bucket by bucket. One buffer carries all buckets, as a link's would."""
     joiner, buckets, loads = Joiner(specs), plan(specs, bucket_bytes), []
     buffer = torch.empty(max(bucket_bytes, ALIGN) + ALIGN, dtype=torch.uint8)

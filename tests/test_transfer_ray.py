@@ -20,8 +20,9 @@ from core.transport.ray import RayResourcePool, RayWorkerGroup
 from manymesh.workers import ActorRolloutRefConfig, RolloutWorkerConfig, TrainingWorkerConfig, WeightSync
 from manymesh.workers.transfer.channel import Channel
 from manymesh.workers.transfer.config import ObjectStoreConfig
-from manymesh.workers.transfer.ends import ReceivingEnd, SendingEnd
 from manymesh.workers.transfer.object_store import ObjectStoreTransfer
+from manymesh.workers.transfer.receiver import Receiver
+from manymesh.workers.transfer.sender import Sender
 from sdk.testing import tiny_model
 from tests.support.batches import training_batch
 from tests.support.transfer_workers import MortalRollout, MortalTrainer
@@ -117,7 +118,7 @@ def test_no_more_than_two_buckets_are_in_the_object_store_at_a_time(ray_cluster:
 
     def is_held(number: int) -> bool:
         try:
-            return bool(ray.get(transfers[0]._shelf.get.remote(number)))
+            return bool(ray.get(transfers[0]._references.get.remote(number)))
         except KeyError:
             return False
 
@@ -132,14 +133,14 @@ def test_no_more_than_two_buckets_are_in_the_object_store_at_a_time(ray_cluster:
 
     def send() -> None:
         transfers[0].connect(channel.round("connect"), 0, 1, "127.0.0.1")
-        SendingEnd(channel, transfers[0], "sender", 1, 4000).send(specs, iter(weights), "sync", 1)
+        Sender(channel, transfers[0], "sender", 1, 4000).send(specs, iter(weights), "sync", 1)
 
     sending = Thread(target=send)
     sending.start()
     far = Channel.join(channel.address, 20)
     transfers[1].connect(far.round("connect"), 1, 1, "127.0.0.1")
     rollout: Any = Loading()
-    receipt = ReceivingEnd(far, transfers[1], "receiver", 1, 4000, index=1, device=torch.device("cpu")).receive(
+    receipt = Receiver(far, transfers[1], "receiver", 1, 4000, index=1, device=torch.device("cpu")).receive(
         specs, rollout, "sync", 1
     )
     sending.join(20)

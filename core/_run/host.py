@@ -19,6 +19,7 @@ from core._rows.table import Get, PartTable
 from core._rows.wire import contents, decode, digests, encode, mapped
 from core._run.observers import MethodRun, Observer, Observers
 from core._run.transport import Answered, BadlyAnswered, Outcome, Raised, RefusedIt
+from core.device import open_listener
 from core.errors import BadAnswer, Refused
 from core.worker import WorkerContext, placed
 
@@ -43,10 +44,7 @@ class WorkerHost:
 
     def open_rendezvous(self, address: str) -> int:
         """Listen on a port of the system's choice, for the store that rank 0 will serve there."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.socket(family)
-        self._listener.bind((address, 0))
-        self._listener.listen(1024)
+        self._listener = open_listener(address)
         return int(self._listener.getsockname()[1])
 
     def store(self, value: Any) -> Any:

@@ -33,9 +33,9 @@ def on_first_rank(group: Any, function: Callable[[], T]) -> T:
 
 
 def agree(group: Any, error: Refused | None) -> None:
-    """Raise on all ranks the error of the lowest rank that has one."""
+    """Raise on all ranks the error of the lowest rank that has one. A process without a world is alone."""
     errors: list[Refused | None] = [error]
-    if (size := dist.get_world_size(group)) > 1:
+    if dist.is_initialized() and (size := dist.get_world_size(group)) > 1:
         errors = [None] * size
         dist.all_gather_object(errors, error, group=group)
     for each in errors:

@@ -29,6 +29,10 @@ class LoopThread:
         """Run it there and wait for it, from any other thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
+    def start(self, coroutine: Coroutine[Any, Any, object]) -> None:
+        """Run it there, and go on at once."""
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     async def there(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run it there and await it, on any loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))

@@ -34,7 +34,7 @@ def valid_version(version: int | None, min_version: int | None, state: str) -> i
             "the rollout's weights are too old",
             have=f"version {version}",
             want=f"version {min_version} or later",
-            mend="update the weights before generating",
+            mend="sync the weights first, or allow older ones with min_version",
         )
     return version
 

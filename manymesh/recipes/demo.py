@@ -76,8 +76,8 @@ def run(directory: Path, seed: int, settings: Mapping[str, Any], overrides: Sequ
         flush=True,
     )
     trainer = GrpoTrainer(config)
-    with worker_group(config) as group:
-        result = trainer.run(group)
+    with worker_group(config) as workers:
+        result = trainer.run(workers)
     print(result.summary())
     print(f"all in all {time.perf_counter() - start:.1f} s")
     return 0

@@ -10,9 +10,7 @@ import attrs
 from tensordict import TensorDict
 
 from core.config import structure
-from core.device import choose_device
 from core.dispatch import Dispatch, on_mesh, register
-from core.engine import Engine
 from core.errors import ConfigError, Refused, did_you_mean
 from core.loss import LossFn, LossSpec, Metric
 from core.rollout import Rollout
@@ -20,7 +18,7 @@ from manymesh.parts.rollout_checks import resume_memory
 from manymesh.workers.rollout import GeneratingWorker, RolloutWorkerConfig
 from manymesh.workers.training import TrainingWorker, TrainingWorkerConfig
 from manymesh.workers.transfer.buckets import whole_tensors
-from manymesh.workers.transfer.link import SendsWeights
+from manymesh.workers.transfer.remote import WeightSource
 
 
 class Role(StrEnum):
@@ -71,7 +69,7 @@ class ActorRolloutRefConfig:
             raise ConfigError(f"role {self.role.value!r} needs a config for {', '.join(missing)}", have=self)
 
 
-class ActorRolloutRefWorker(GeneratingWorker, SendsWeights):
+class ActorRolloutRefWorker(GeneratingWorker):
     """Policy, reference and rollout on one rank, with meshes "actor", "ref" and "rollout" of their own.
 
     `weight_version` counts the policy's updates. A rollout keeps the version of the weights that it was handed.
@@ -98,6 +96,9 @@ class ActorRolloutRefWorker(GeneratingWorker, SendsWeights):
             self.actor = TrainingWorker(config.actor)
             self.export_mesh("actor", self.actor, "train")
             self.actor.reset()
+            self.weight_source = WeightSource(
+                self.actor.engine, lambda: self.weight_version, config.actor.device, self.context
+            )
         if "rollout" in parts and config.rollout is not None:
             self.build_rollout(config.rollout)
 
@@ -139,12 +140,13 @@ class ActorRolloutRefWorker(GeneratingWorker, SendsWeights):
 
     @register(Dispatch.SAME_ON_ALL)
     def update_weights(self) -> int:
-        """Hand the policy's weights to the rollout in the same process; gives their version.
+        """Hand the policy's weights to the rollout in the same process; gives their version. A driver calls
+        WeightSync.sync, which does this.
 
         Order of memory: the rollout's weights come back, the transfer, the trainer's copy goes if it is offloaded, the
         KV cache comes back. When the transfer fails midway the rollout has no valid weights until the next update.
         """
-        actor, rollout = self._actor(), self.receiving_rollout()
+        actor, rollout = self._actor(), self.need_rollout()
         bucket_bytes = (self.config.rollout.bucket_mb if self.config.rollout else 256) << 20
         resume_memory(rollout, ["weights"])
         with actor.engine.eval_mode():
@@ -182,9 +184,8 @@ class ActorRolloutRefWorker(GeneratingWorker, SendsWeights):
         self._actor().export_model(path)
 
     def shutdown(self) -> None:
-        self._close_receiving()
-        self._close_sending()
-        for part in (self.rollout, self.actor, self.ref):
+        super().shutdown()
+        for part in (self.actor, self.ref):
             if part is not None:
                 part.shutdown()
 
@@ -193,16 +194,10 @@ class ActorRolloutRefWorker(GeneratingWorker, SendsWeights):
             raise self._lacks("actor")
         return self.actor
 
-    def receiving_rollout(self) -> Rollout:
+    def need_rollout(self) -> Rollout:
         if self.rollout is None:
             raise self._lacks("rollout")
         return self.rollout
-
-    def sent_engine(self) -> Engine:
-        return self._actor().engine
-
-    def sending_device(self) -> str:
-        return choose_device(self._actor().config.device).type
 
     def _lacks(self, part: str) -> Refused:
         role = self.config.role

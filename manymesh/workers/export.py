@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from core.errors import Refused
+from manymesh.parts.agreement import agree
 
 SHARD_BYTES = 5 << 30  # as save_pretrained cuts them
 # What a directory holds beside its weights: config, tokenizer, chat template, custom code.
@@ -31,7 +31,7 @@ def export_directory(
     """
     final = Path(path).absolute()
     partial = final.with_name(final.name + ".partial")
-    problem: list[str | None] = [None]
+    problem: Refused | None = None
     try:
         if writes:
             shutil.rmtree(partial, ignore_errors=True)
@@ -40,16 +40,12 @@ def export_directory(
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
     except OSError as error:
-        problem = [f"{type(error).__name__}: {error}"]
+        what = f"{type(error).__name__}: {error}"
+        problem = Refused(f"cannot write the model to {str(final)!r}", have=what, where=str(final))
         shutil.rmtree(partial, ignore_errors=True)
     for _ in stream:  # the others wait in its collectives
         pass
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, problem[0])
-        problem = [next((each for each in everyone if each), None)]
-    if problem[0]:
-        raise Refused(f"cannot write the model to {str(final)!r}", have=problem[0], where=str(final))
+    agree(None, problem)
 
 
 def _write(stream: Iterable[tuple[str, torch.Tensor]], source: Path, directory: Path, shard_bytes: int) -> None:

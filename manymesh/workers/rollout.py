@@ -11,14 +11,13 @@ from tensordict import TensorDict
 
 from core.batch import num_rows
 from core.config import structure
-from core.device import choose_device
 from core.dispatch import Dispatch, on_mesh, register
 from core.errors import Refused
 from core.registry import Choice, EngineRegistry
 from core.rollout import MemoryTag, Rollout, SamplingParams
 from manymesh.parts.rollout_checks import releasing
 from manymesh.parts.weight_state import RELEASE_ORDER, RESUME_ORDER
-from manymesh.workers.transfer.link import ReceivesWeights
+from manymesh.workers.transfer.remote import WeightSink, WeightWorker
 
 # What a rollout answers; the table in core/columns.py says more.
 GENERATED = frozenset(
@@ -47,7 +46,7 @@ class RolloutWorkerConfig:
     choice: Choice | None = None
 
 
-class GeneratingWorker(ReceivesWeights):
+class GeneratingWorker(WeightWorker):
     """A worker that holds a rollout, with mesh "rollout"."""
 
     rollout: Rollout | None = None
@@ -62,12 +61,20 @@ class GeneratingWorker(ReceivesWeights):
         if config.release_after_generate:
             releasing(rollout)  # refuses before anything heavy is built
         rollout.initialize()
+        self.weight_sink = WeightSink(rollout, config.device, self.context)
 
-    def receiving_rollout(self) -> Rollout:
+    def need_rollout(self) -> Rollout:
         """The rollout. Raises Refused where the worker has none."""
         if self.rollout is None:
             raise Refused("the worker has no rollout yet", mend="call init_model first")
         return self.rollout
+
+    @property
+    def newest_version(self) -> int | None:
+        """Of the newest weights that the worker knows of: its own policy's, or those of the last sync."""
+        if self.weight_source is not None:
+            return self.weight_source.version()
+        return self.weight_sink.offered_version if self.weight_sink is not None else None
 
     @register(on_mesh("rollout"), rows_per_input=lambda prompts, sampling, min_version: sampling.num_samples)
     def generate_sequences(
@@ -77,15 +84,18 @@ class GeneratingWorker(ReceivesWeights):
 
         Args:
             prompts: `prompt_ids` (rows); `prompt_id` is the row's number where absent.
-            min_version: refuse to sample with older weights.
+            min_version: refuse to sample with older weights. None: with older ones than the worker knows of, which are
+                its own policy's, or those of the last sync.
 
         Returns:
             rows x sampling.num_samples, prompt-major, columns as in core.columns.
         """
-        rollout = self.receiving_rollout()
+        rollout = self.need_rollout()
         if prompts.get("prompt_id", None) is None:
             rows = self.shard.row_numbers() if self.shard else range(num_rows(prompts))
             prompts["prompt_id"] = torch.tensor(rows, dtype=torch.int64)
+        if min_version is None:
+            min_version = self.newest_version
         sequences = rollout.generate(prompts, sampling, min_version=min_version)
         missing = sorted(GENERATED - set(sequences.keys()))
         if missing:
@@ -106,18 +116,22 @@ class GeneratingWorker(ReceivesWeights):
         Raises:
             Refused: the backend doesn't give memory back, on this device.
         """
-        releasing(self.receiving_rollout()).release(tags)
+        releasing(self.need_rollout()).release(tags)
 
     @register()
     def resume_rollout(self, tags: Sequence[MemoryTag] = RESUME_ORDER) -> None:
         """Take memory again. Raises Refused where the backend doesn't give memory back."""
-        releasing(self.receiving_rollout()).resume(tags)
+        releasing(self.need_rollout()).resume(tags)
 
     @register(Dispatch.SAME_ON_ALL)
-    def receiving_device(self) -> str:
-        """Type of the device that the rollout has its weights on."""
-        self.receiving_rollout()
-        return choose_device(self.rollout_config.device if self.rollout_config else None).type
+    def rollout_version(self) -> int | None:
+        """The version of the rollout's weights; None where it has no valid ones."""
+        return self.need_rollout().weight_version
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.rollout is not None:
+            self.rollout.shutdown()
 
 
 class RolloutWorker(GeneratingWorker):
@@ -133,8 +147,3 @@ class RolloutWorker(GeneratingWorker):
             raise Refused("the worker already has its rollout", have=sorted(self.meshes), mend="call init_model once")
         self.init_process_group()  # before the rollout's library opens a world of its own
         self.build_rollout(self.config)
-
-    def shutdown(self) -> None:
-        self._close_receiving()
-        if self.rollout is not None:
-            self.rollout.shutdown()

@@ -7,7 +7,6 @@ second actor and works on every transport, and what was sampled before a pause i
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -19,6 +18,7 @@ from core.errors import Refused
 from core.manifest import Capability
 from core.registry import EngineRegistry
 from core.rollout import GenerationDelta, PauseMode, RolloutServer, SamplingParams
+from manymesh.parts.event_loop import LoopThread
 from manymesh.workers.rollout import RolloutWorker
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ TO_REPLICA = DispatchMode("TO_REPLICA", _to_replica, lambda call, answers: next(
 class RolloutServerWorker(RolloutWorker):
     """A rollout that serves requests (Capability.SERVER), one replica a rank."""
 
-    _loop: asyncio.AbstractEventLoop | None = None
+    _loop: LoopThread | None = None
 
     def init_model(self) -> None:
         """Build the rollout, with the weights of its model directory as version 0.
@@ -77,13 +77,11 @@ class RolloutServerWorker(RolloutWorker):
         super().init_model()
         self._news: dict[str, list[GenerationDelta | RequestError]] = {}  # by client
         self._has_news = threading.Condition()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="requests", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread("requests")
 
     @property
     def server(self) -> RolloutServer:
-        return self.receiving_rollout()  # type: ignore[return-value]
+        return self.need_rollout()  # type: ignore[return-value]
 
     @register(TO_REPLICA)
     def submit_requests(self, rank: int, client: str, requests: Sequence[Request]) -> None:
@@ -99,7 +97,7 @@ class RolloutServerWorker(RolloutWorker):
             for each in requests
         ]
         for each, stream in zip(requests, streams, strict=True):
-            asyncio.run_coroutine_threadsafe(self._collect(client, each.id, stream), self._requests_loop())
+            self._requests_loop().start(self._collect(client, each.id, stream))
 
     @register(TO_REPLICA)
     def poll_requests(self, rank: int, client: str, wait_s: float = 0.0) -> Sequence[GenerationDelta | RequestError]:
@@ -141,9 +139,9 @@ class RolloutServerWorker(RolloutWorker):
             self._has_news.notify_all()
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._requests_loop()).result()
+        return self._requests_loop().call(coroutine)
 
-    def _requests_loop(self) -> asyncio.AbstractEventLoop:
+    def _requests_loop(self) -> LoopThread:
         if self._loop is None:
             raise Refused("the worker has no rollout yet", mend="call init_model first")
         return self._loop
@@ -151,15 +149,6 @@ class RolloutServerWorker(RolloutWorker):
     def shutdown(self) -> None:
         """End all requests, then the replica."""
         if self._loop is not None:
-
-            async def end() -> None:
-                tasks = asyncio.all_tasks() - {asyncio.current_task()}
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-
-            self._call(end())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+            self._loop.end()
             self._loop = None
         super().shutdown()

@@ -23,6 +23,7 @@ from manymesh.recipes.grpo.placement import Placement
 from manymesh.recipes.grpo.reward import RewardError, digit_share
 from manymesh.recipes.grpo.tracking import REWARD, TIME, read_metrics
 from manymesh.recipes.grpo.trainer import GrpoTrainer
+from manymesh.recipes.grpo.workers import Workers
 from manymesh.recipes.toy import write_model
 from manymesh.workers import ActorRolloutRefWorker
 
@@ -50,7 +51,7 @@ def train(config: GrpoConfig, *, resume: bool = False, out: Any = None) -> Any:
     console = Console(file=out or sys.stdout, width=200)
     trainer = GrpoTrainer(config, resume=resume)
     with LocalWorkerGroup(RayClassWithInitArgs(ActorRolloutRefWorker, Placement(config).worker())) as group:
-        return trainer.run(group, console)
+        return trainer.run(Workers.shared(group), console)
 
 
 def timeless(directory: Path) -> Any:

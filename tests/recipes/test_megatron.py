@@ -22,6 +22,7 @@ from manymesh.recipes.grpo.launch import worker_group
 from manymesh.recipes.grpo.placement import Placement
 from manymesh.recipes.grpo.tracking import REWARD, TIME, read_metrics
 from manymesh.recipes.grpo.trainer import GrpoTrainer
+from manymesh.recipes.grpo.workers import Workers
 from manymesh.recipes.toy import write_copy_task, write_model
 from manymesh.recipes.yaml_config import laid_over, load_yaml, override
 from manymesh.workers import ActorRolloutRefWorker
@@ -57,15 +58,20 @@ class Run:
     """A finished run, and its workers."""
 
     trainer: GrpoTrainer
-    group: WorkerGroup
+    workers: Workers
     directory: Path
     start: str  # the model that it began with
+
+    @property
+    def group(self) -> WorkerGroup:
+        """Of all workers."""
+        return self.workers.trainers
 
     def sample(self) -> TensorDict:
         """Rows of a step that is not trained on."""
         prompts, _ = self.trainer.data.batch(STEPS, 4)
         sampling = attrs.evolve(self.trainer.config.sampling, seed=1)
-        batch: TensorDict = self.group.generate_sequences(prompts, sampling, min_version=self.trainer.version)
+        batch: TensorDict = self.group.generate_sequences(prompts, sampling)
         return batch
 
 
@@ -82,10 +88,9 @@ def run(ray_cluster: None, toy_of_two_layers: Path, tmp_path_factory: pytest.Tem
     directory = tmp_path_factory.mktemp("runs") / "megatron"
     config = config_of(toy_of_two_layers, directory, "actor.engine.sequence_parallel=true")
     trainer = GrpoTrainer(config)
-    with worker_group(config) as group:
-        trainer.run(group, Console(file=StringIO()))
-        assert isinstance(group, WorkerGroup)
-        yield Run(trainer, group, directory, config.model.path)
+    with worker_group(config) as workers:
+        trainer.run(workers, Console(file=StringIO()))
+        yield Run(trainer, workers, directory, config.model.path)
 
 
 @pytest.mark.ci
@@ -94,7 +99,7 @@ def test_the_run_has_the_metrics_of_fsdp_on_one_rank(run: Run, toy_of_two_layers
     config = config_of(toy_of_two_layers, tmp_path / "fsdp", "pool.processes=[1]", f"actor.engine={engine}")
     config = attrs.evolve(config, actor=attrs.evolve(config.actor, backend="fsdp"))
     with LocalWorkerGroup(RayClassWithInitArgs(ActorRolloutRefWorker, Placement(config).worker())) as group:
-        GrpoTrainer(config).run(group, Console(file=StringIO()))
+        GrpoTrainer(config).run(Workers.shared(group), Console(file=StringIO()))
     ours, theirs = timeless(run.directory), timeless(tmp_path / "fsdp")
     assert len(ours) == STEPS
     for line, other in zip(ours, theirs, strict=True):
@@ -116,7 +121,7 @@ def test_rows_are_dealt_by_each_mesh_of_its_own(run: Run) -> None:
 @pytest.mark.ci
 def test_rollout_and_exported_model_have_the_weights_that_the_trainer_has(run: Run) -> None:
     sampled = run.sample()
-    assert sampled["weight_version"].tolist() == [run.trainer.version] * 16
+    assert sampled["weight_version"].tolist() == [run.workers.sync.version] * 16
     assert len(set(row_lengths(sampled).tolist())) > 1
     scored = run.group.compute_log_prob(sampled, TEMPERATURE)
     mask = sampled["response_mask"].values()
@@ -152,9 +157,8 @@ def test_from_a_checkpoint_a_step_is_what_it_was(run: Run) -> None:
     """Weights, optimizer and version come back; so a later step is the one that was trained."""
     path = run.trainer.directory.checkpoints.directory / "step-2" / "actor"
     assert run.group.load_checkpoint(str(path)) == 2
-    run.trainer.version = run.group.update_weights()
-    assert run.trainer.version > STEPS  # never one version for two sets of weights
-    again, _ = run.trainer.step(run.group, 2)
+    assert run.workers.sync.sync() > STEPS  # never one version for two sets of weights
+    again, _ = run.trainer.step(run.workers, 2)
     was = timeless(run.directory)[2]
     assert {name: again.get(name, 3) for name in was} == pytest.approx(was, rel=1e-6)
 

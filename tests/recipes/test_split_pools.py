@@ -19,6 +19,7 @@ from manymesh.recipes.grpo.launch import worker_group
 from manymesh.recipes.grpo.placement import Placement
 from manymesh.recipes.grpo.tracking import TIME, read_metrics
 from manymesh.recipes.grpo.trainer import GrpoTrainer
+from manymesh.recipes.grpo.workers import Workers
 from manymesh.recipes.yaml_config import load_yaml, override
 from manymesh.workers import ActorRolloutRefWorker, Role
 
@@ -41,7 +42,7 @@ def config_of(toy: Path, directory: Path, **sections: Any) -> GrpoConfig:
 def metrics_of(config: GrpoConfig, group: WorkerGroup | None = None) -> list[dict[str, float]]:
     """Train, on Ray where no group is given; the metrics that are no times."""
     trainer = GrpoTrainer(config)
-    with nullcontext(group) if group else worker_group(config) as workers:
+    with nullcontext(Workers.shared(group)) if group else worker_group(config) as workers:
         trainer.run(workers, Console(file=sys.stdout, width=200))
     lines = read_metrics(Path(config.run.dir) / "metrics.jsonl")
     return [{key: value for key, value in line.items() if not key.startswith(TIME)} for line in lines]

@@ -40,7 +40,7 @@ class MortalTrainer(ActorRolloutRefWorker):
 
     @register()
     def die_at_tensor(self, number: int) -> None:
-        engine: Any = self.sent_engine()
+        engine: Any = self._actor().engine
         export = engine.export_weights
 
         def mortal(**options: Any) -> Iterator[Any]:

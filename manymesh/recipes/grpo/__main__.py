@@ -35,8 +35,8 @@ def train(file: str, overrides: Sequence[str] = (), *, resume: bool = False) -> 
 
     config = GrpoConfig.of(data)
     trainer = GrpoTrainer(config, resume=resume)
-    with worker_group(config) as group:
-        result = trainer.run(group)
+    with worker_group(config) as workers:
+        result = trainer.run(workers)
     print(result.summary())
     return 0
 

@@ -14,7 +14,7 @@ from core.errors import Refused
 from core.group import RayClassWithInitArgs, WorkerGroup
 from manymesh.recipes.grpo.config import GrpoConfig, PoolConfig
 from manymesh.recipes.grpo.placement import Placement
-from manymesh.recipes.grpo.split import SplitGroups, Workers
+from manymesh.recipes.grpo.workers import Workers
 
 
 @contextmanager
@@ -85,13 +85,13 @@ def worker_group(config: GrpoConfig) -> Iterator[Workers]:
         worker = RayClassWithInitArgs(ActorRolloutRefWorker, placement.worker())
         trainers = stack.enter_context(_group(worker, config.pool, "actor_rollout_ref", placement.python("actor")))
         if config.rollout_pool is None:
-            yield trainers
+            yield Workers.shared(trainers)
             return
         sampler = RayClassWithInitArgs(RolloutWorker, placement.rollout_worker())
         rollouts = stack.enter_context(_group(sampler, config.rollout_pool, "rollout", placement.python("rollout")))
         sync = WeightSync(trainers, [rollouts], **attrs.asdict(config.transfer, recurse=False))
         stack.callback(sync.close)
-        yield SplitGroups(trainers, rollouts, sync)
+        yield Workers(trainers, rollouts, sync)
 
 
 @contextmanager

@@ -26,8 +26,8 @@ from manymesh.recipes.grpo.placement import Placement
 from manymesh.recipes.grpo.progress import Phases, Progress
 from manymesh.recipes.grpo.reward import Reward
 from manymesh.recipes.grpo.run_directory import RunDirectory
-from manymesh.recipes.grpo.split import Workers
 from manymesh.recipes.grpo.tracking import Tracker
+from manymesh.recipes.grpo.workers import Workers
 
 
 @attrs.frozen
@@ -52,7 +52,7 @@ class RunResult:
 
 
 class GrpoTrainer:
-    """Loads and checks all that needs no worker; `run` trains a group of ActorRolloutRefWorkers, or split ones.
+    """Loads and checks all that needs no worker; `run` trains the workers.
 
     Args:
         config: of the run.
@@ -72,11 +72,10 @@ class GrpoTrainer:
         self.tokenizer = load_tokenizer(config.model.path)
         self.data = PromptData.load(config.data, self.tokenizer)
         self.data.check_fits(ModelFacts.read(config.model.path), config.sampling.max_new_tokens)
-        self.version = 0  # of the rollout's weights
         self.phases = Phases()
         self.directory.hold()
 
-    def run(self, group: Workers, console: Console | None = None) -> RunResult:
+    def run(self, workers: Workers, console: Console | None = None) -> RunResult:
         """Train until `run.steps` or `run.stop_at_reward`; saves as it goes, and at the end.
 
         Raises:
@@ -85,11 +84,11 @@ class GrpoTrainer:
         """
         run, console, directory = self.config.run, console or Console(), self.directory
         console.print(
-            f"loading {self.config.model.path} on {group.world_size} workers ...", highlight=False, soft_wrap=True
+            f"loading {self.config.model.path} on {workers.world_size} workers ...", highlight=False, soft_wrap=True
         )
-        group.init_model()
-        step = self._restore(group)
-        self.version = group.update_weights()
+        workers.init_model()
+        step = self._restore(workers)
+        workers.sync.sync()
         tracker = Tracker(directory.path, step)
         start, saved = time.perf_counter(), step if step else -1
         progress = Progress(console, run.steps, self.phases)
@@ -97,18 +96,18 @@ class GrpoTrainer:
             self._greet(progress, step)
             with progress:
                 while step < run.steps and not self._solved(tracker.rewards()):
-                    metrics, samples = self.step(group, step)
+                    metrics, samples = self.step(workers, step)
                     step += 1
                     _attempt(progress, tracker.log, step, metrics, samples)
                     progress.show(step, metrics, tracker.rewards())
                     if run.save_every and step % run.save_every == 0:
-                        saved = step if self._save(group, step, progress) else saved
+                        saved = step if self._save(workers, step, progress) else saved
                         _attempt(progress, tracker.draw)
             if run.save_every and saved != step:
-                directory.checkpoints.save(step, partial(group.save_checkpoint, step=step))
+                directory.checkpoints.save(step, partial(workers.trainers.save_checkpoint, step=step))
             if run.export:
                 progress.note(f"writing the model to {directory.path / 'model'}")
-                group.export_model(str(directory.path / "model"))
+                workers.trainers.export_model(str(directory.path / "model"))
         except KeyboardInterrupt:
             latest = directory.checkpoints.latest()
             again = f"{sys.executable} -m manymesh.recipes.grpo --config {directory.config_file} --resume"
@@ -120,7 +119,7 @@ class GrpoTrainer:
             directory.release()
         return RunResult(step, tuple(tracker.rewards()), time.perf_counter() - start, directory.path)
 
-    def step(self, group: Workers, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    def step(self, workers: Workers, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """One step of GRPO, counted from 0: its metrics, and some of its samples."""
         config, phase = self.config, self.phases
         phase.seconds.clear()
@@ -130,7 +129,7 @@ class GrpoTrainer:
             prompts, row_of = self.data.batch(step, config.algorithm.prompts_per_step)
             sampling = _seeded(config.sampling, config.run.seed, step)
         with phase("generate"):
-            sampled = group.generate_sequences(prompts, sampling, min_version=self.version)
+            sampled = workers.rollouts.generate_sequences(prompts, sampling)
         prompt_id = sampled["prompt_id"]
         with phase("reward"):
             rows = [row_of[number] for number in prompt_id.tolist()]
@@ -140,22 +139,23 @@ class GrpoTrainer:
         batch = sampled.select("input_ids", "response_mask")
         temperature = config.sampling.temperature
         with phase("old_log_prob"):
-            scored = group.compute_log_prob(batch, temperature)
+            scored = workers.trainers.compute_log_prob(batch, temperature)
             batch["old_log_probs"] = scored["old_log_probs"]
         if config.uses_ref:
             with phase("ref_log_prob"):
-                reference = group.compute_ref_log_prob(batch.select("input_ids", "response_mask"), temperature)
+                columns = batch.select("input_ids", "response_mask")
+                reference = workers.trainers.compute_ref_log_prob(columns, temperature)
                 batch["ref_log_probs"] = reference["ref_log_probs"]
         with phase("advantage"):
             algorithm, by_row = config.algorithm, torch.tensor(rewards, dtype=torch.float64)
             advantages = group_advantages(by_row, prompt_id, divide_by_std=algorithm.divide_by_std, eps=algorithm.eps)
             batch["advantages"] = spread_over_response(advantages, batch["response_mask"])
         with phase("update"):
-            trained: dict[str, float] = group.update_actor(
+            trained: dict[str, float] = workers.trainers.update_actor(
                 batch, algorithm.num_mini_batches, algorithm.epochs, temperature=temperature
             )
         with phase("sync"):
-            self.version = group.update_weights()
+            workers.sync.sync()
 
         metrics = reward_metrics(by_row, prompt_id) | response_metrics(sampled, scored)
         metrics |= {f"actor/{name}": value for name, value in trained.items()}
@@ -163,13 +163,13 @@ class GrpoTrainer:
         texts = [row[config.data.prompt] for row in rows]
         return metrics, sample_lines(prompt_id.tolist(), texts, completions, rewards, config.run.num_samples)
 
-    def _restore(self, group: Workers) -> int:
+    def _restore(self, workers: Workers) -> int:
         """Load the latest checkpoint where there is one and the run is resumed; the step to go on from."""
         latest = self.directory.checkpoints.latest() if self.resume else None
         if latest is None:
             return 0
         step, path = latest
-        loaded = group.load_checkpoint(str(path / "actor"))
+        loaded = workers.trainers.load_checkpoint(str(path / "actor"))
         if loaded != step:
             raise Refused("a checkpoint stands under the name of another step", have=loaded, want=step, where=str(path))
         return step
@@ -184,10 +184,10 @@ class GrpoTrainer:
             progress.note(f"{self.data.num_dropped} prompts are too long and left out")
         _attempt(progress, self.directory.write_config)
 
-    def _save(self, group: Workers, step: int, progress: Progress) -> bool:
+    def _save(self, workers: Workers, step: int, progress: Progress) -> bool:
         checkpoints = self.directory.checkpoints
         try:
-            checkpoints.save(step, partial(group.save_checkpoint, step=step))
+            checkpoints.save(step, partial(workers.trainers.save_checkpoint, step=step))
         except Refused as error:
             kept = checkpoints.latest()
             good = f"the last good one is {kept[1]}" if kept else "there is none yet"

@@ -17,7 +17,7 @@ from core.errors import ManymeshError
 
 ALIGN = 16  # of pieces, for torch's views and for copies in whole words
 
-Named = tuple[str, torch.Tensor]
+NamedTensor = tuple[str, torch.Tensor]
 
 
 @attrs.frozen
@@ -28,10 +28,11 @@ class Piece:
 
 
 @attrs.frozen
-class Bucket:
-    """What is sent at once.
+class BucketPlan:
+    """What one bucket holds.
 
     Attributes:
+        pieces: in the order of the specs.
         whole: units that have come entirely once this bucket has.
     """
 
@@ -49,8 +50,8 @@ def aligned(size: int) -> int:
 
 def offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Where pieces start when they lie in one buffer, and how large it is."""
-    ends = list(accumulate((aligned(size) for size in sizes), initial=0))
-    return ends[:-1], ends[-1]
+    starts = list(accumulate((aligned(size) for size in sizes), initial=0))
+    return starts[:-1], starts[-1]
 
 
 def num_bytes(spec: WeightSpec) -> int:
@@ -71,16 +72,16 @@ def units(specs: Sequence[WeightSpec]) -> list[range]:
     biases between them), they are one.
     """
     last = {spec.together: number for number, spec in enumerate(specs) if spec.together is not None}
-    made, start, end = [], 0, 0
+    ranges, start, end = [], 0, 0
     for number, spec in enumerate(specs):
         end = max(end, number if spec.together is None else last[spec.together])
         if number == end:
-            made.append(range(start, number + 1))
+            ranges.append(range(start, number + 1))
             start = end = number + 1
-    return made
+    return ranges
 
 
-def plan(specs: Sequence[WeightSpec], bucket_bytes: int) -> list[Bucket]:
+def plan(specs: Sequence[WeightSpec], bucket_bytes: int) -> list[BucketPlan]:
     """Buckets of at most bucket_bytes, in the order of the specs.
 
     A unit that has no room in a begun bucket starts the next one, and one that is larger than a bucket is cut over
@@ -88,14 +89,14 @@ def plan(specs: Sequence[WeightSpec], bucket_bytes: int) -> list[Bucket]:
     """
     capacity = max(bucket_bytes // ALIGN, 1) * ALIGN
     sizes = [num_bytes(spec) for spec in specs]
-    made: list[Bucket] = []
+    plans: list[BucketPlan] = []
     pieces: list[Piece] = []
     whole: list[range] = []
     used = 0
 
     def close() -> None:
         nonlocal used
-        made.append(Bucket(tuple(pieces), tuple(whole)))
+        plans.append(BucketPlan(tuple(pieces), tuple(whole)))
         pieces.clear()
         whole.clear()
         used = 0
@@ -115,13 +116,13 @@ def plan(specs: Sequence[WeightSpec], bucket_bytes: int) -> list[Bucket]:
         whole.append(unit)
     if pieces or whole:
         close()
-    return made
+    return plans
 
 
 def cut(
     specs: Sequence[WeightSpec],
-    buckets: Iterable[Bucket],
-    stream: Iterable[Named],
+    buckets: Iterable[BucketPlan],
+    stream: Iterable[NamedTensor],
     seen: Callable[[torch.Tensor], None] = lambda tensor: None,
 ) -> Iterator[list[torch.Tensor]]:
     """For each bucket its pieces, as flat uint8 views of the stream's tensors (of copies where one isn't contiguous).
@@ -153,7 +154,7 @@ def cut(
         pass
 
 
-def _as_announced(specs: Sequence[WeightSpec], stream: Iterable[Named]) -> Iterator[torch.Tensor]:
+def _as_announced(specs: Sequence[WeightSpec], stream: Iterable[NamedTensor]) -> Iterator[torch.Tensor]:
     count = 0
     for count, (name, tensor) in enumerate(stream, 1):
         want = specs[count - 1] if count <= len(specs) else None
@@ -189,7 +190,7 @@ class Joiner:
         self._specs, self._device = specs, device
         self._parts: dict[int, torch.Tensor] = {}
 
-    def add(self, bucket: Bucket, pieces: Sequence[torch.Tensor]) -> list[Named]:
+    def add(self, bucket: BucketPlan, pieces: Sequence[torch.Tensor]) -> list[NamedTensor]:
         """The tensors that are whole now and may load together; views are good as long as the pieces are."""
         done = {number for unit in bucket.whole for number in unit}
         for piece, data in zip(bucket.pieces, pieces, strict=True):
@@ -213,10 +214,12 @@ class Joiner:
         return data.view(dtype).view(spec.shape)
 
 
-def whole_tensors(specs: Sequence[WeightSpec], stream: Iterable[Named], max_bytes: int) -> Iterator[list[Named]]:
+def whole_tensors(
+    specs: Sequence[WeightSpec], stream: Iterable[NamedTensor], max_bytes: int
+) -> Iterator[list[NamedTensor]]:
     """Within one process nothing is cut: loads of about max_bytes, each of one or several units."""
     tensors = iter(stream)
-    load: list[Named] = []
+    load: list[NamedTensor] = []
     size = 0
     for unit in units(specs):
         part = [next(tensors) for _ in unit]

@@ -6,14 +6,13 @@ somebody has stopped the round.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from core.device import connect_store, open_listener
 from core.errors import DeadlineExceeded, ManymeshError
 
 Address = tuple[str, int]
@@ -39,17 +38,15 @@ class Channel:
     @classmethod
     def serve(cls, host: str, timeout_s: float) -> Channel:
         """Open the store on an address of this machine, at a port of the system's choice."""
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        listener.bind((host, 0))
-        listener.listen(1024)
+        listener = open_listener(host)
         address = (host, int(listener.getsockname()[1]))
-        return cls(_store(address, timeout_s, is_master=True, master_listen_fd=listener.detach()), address, timeout_s)
+        return cls(connect_store(*address, listener=listener, timeout_s=timeout_s), address, timeout_s)
 
     @classmethod
     def join(cls, address: Address, timeout_s: float) -> Channel:
         """Connect to a store. Raises DeadlineExceeded when nobody answers."""
         try:
-            return cls(_store(address, timeout_s), address, timeout_s)
+            return cls(connect_store(*address, timeout_s=timeout_s), address, timeout_s)
         except Exception as error:
             raise DeadlineExceeded(
                 "the sender of the weights does not answer",
@@ -67,18 +64,17 @@ class Channel:
         return Round(self, name, patience)
 
 
-def _store(address: Address, timeout_s: float, **more: Any) -> Any:
-    more = {"is_master": False, **more}
-    timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(address[0], address[1], None, wait_for_workers=False, timeout=timeout, **more)
-
-
 class Round:
-    """The keys of one sync, or of one connect. Its verdict is decided once: to commit, or to stop and why."""
+    """A TransferRound over the channel's store: the keys of one sync, or of one connect. Its verdict is decided once:
+    to commit, or to stop and why."""
 
     def __init__(self, channel: Channel, name: str, patience: float = 1.0) -> None:
-        self.store, self.name, self._timeout_s = channel.store, name, channel.timeout_s * patience
+        self._store, self.name, self._timeout_s = channel.store, name, channel.timeout_s * patience
         self._known = {"verdict"}
+
+    @property
+    def store(self) -> dist.Store:
+        return dist.PrefixStore(f"{self.name}/store", self._store)
 
     @property
     def timeout_s(self) -> float:
@@ -86,7 +82,7 @@ class Round:
 
     def put(self, key: str, value: str | bytes = b"1") -> None:
         self._known.add(key)
-        self.store.set(self._key(key), value)
+        self._store.set(self._key(key), value)
 
     def get(self, key: str, what: str) -> bytes:
         """Wait for a key's value.
@@ -97,12 +93,12 @@ class Round:
         """
         name = self._key(key)
         self._known.add(key)
-        self.wait_until(lambda: bool(self.store.check([name])), what)
-        return bytes(self.store.get(name))
+        self.wait_until(lambda: bool(self._store.check([name])), what)
+        return bytes(self._store.get(name))
 
     def count_in(self, key: str, of: int) -> bool:
         """Be counted; true for the last of `of` ends."""
-        last = int(self.store.add(self._key(key), 1)) == of
+        last = int(self._store.add(self._key(key), 1)) == of
         if last:
             self.put(f"{key}.all")
         return last
@@ -112,15 +108,20 @@ class Round:
         self._known.add(key)
         self.get(f"{key}.all", what)
 
+    def meet(self, key: str, num_ends: int, what: str) -> None:
+        """Return once so many ends have called this with the key. Raises as `get`."""
+        self.count_in(key, num_ends)
+        self.all_counted(key, what)
+
     def now(self, key: str) -> bytes | None:
         """A key's value, if there is one."""
         self._known.add(key)
         name = self._key(key)
-        return bytes(self.store.get(name)) if self.store.check([name]) else None
+        return bytes(self._store.get(name)) if self._store.check([name]) else None
 
     def decide(self, verdict: str) -> str:
         """Give this verdict if there is none yet; gives the one that counts."""
-        return bytes(self.store.compare_set(self._key("verdict"), "", verdict)).decode()
+        return bytes(self._store.compare_set(self._key("verdict"), "", verdict)).decode()
 
     def stop(self, why: str) -> str:
         """The verdict that counts: this one, or an earlier one."""
@@ -133,17 +134,17 @@ class Round:
             Stopped: it is another one.
         """
         try:
-            found = self.get("verdict", what).decode()
+            verdict = self.get("verdict", what).decode()
         except DeadlineExceeded as error:
-            found = self.stop(str(error))
-        if found != COMMIT:
-            raise Stopped(found.removeprefix("stop "))
+            verdict = self.stop(str(error))
+        if verdict != COMMIT:
+            raise Stopped(verdict.removeprefix("stop "))
 
     def check(self) -> None:
         """Raises Stopped when the round was stopped."""
         name = self._key("verdict")
-        if self.store.check([name]) and (found := bytes(self.store.get(name)).decode()) != COMMIT:
-            raise Stopped(found.removeprefix("stop "))
+        if self._store.check([name]) and (verdict := bytes(self._store.get(name)).decode()) != COMMIT:
+            raise Stopped(verdict.removeprefix("stop "))
 
     def wait_until(self, done: Callable[[], bool], what: str, pause: Callable[[float], None] = time.sleep) -> None:
         """Poll, ever more slowly: a wait is longer than it must be by a fifth at most, or by 20 ms.
@@ -168,7 +169,7 @@ class Round:
     def forget(self, others: Iterable[str]) -> None:
         """Delete the keys that this end has used, and those of the others: for the sender, once all are done."""
         for key in self._known.union(others):
-            self.store.delete_key(self._key(key))
+            self._store.delete_key(self._key(key))
 
     def _key(self, key: str) -> str:
         return f"{self.name}/{key}"

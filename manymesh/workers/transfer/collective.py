@@ -16,7 +16,6 @@ import torch.distributed as dist
 from core.device import DEVICE_BACKENDS, choose_device
 from core.transfer import TransferRound
 from manymesh.workers.transfer.buckets import offsets
-from manymesh.workers.transfer.channel import Round
 from manymesh.workers.transfer.config import CollectiveConfig
 
 
@@ -37,14 +36,12 @@ class CollectiveTransfer:
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(2)]
 
     def connect(self, round_: TransferRound, index: int, num_receivers: int, host: str) -> None:
-        assert isinstance(round_, Round)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         # All must be there first: the backend's constructor doesn't hear of a stop.
-        round_.count_in("group", num_receivers + 1)
-        round_.all_counted("group", "all ends to join the process group")
-        store = dist.PrefixStore(f"{round_.name}/group/", round_.store)
-        self._backend = _backend(self._device, store, index, num_receivers + 1, host, round_.timeout_s)
+        num_ends = num_receivers + 1
+        round_.meet("group", num_ends, "all ends to join the process group")
+        self._backend = _backend(self._device, round_.store, index, num_ends, host, round_.timeout_s)
 
     def send(self, round_: TransferRound, number: int, pieces: Sequence[torch.Tensor]) -> None:
         starts, size = offsets([len(piece) for piece in pieces])

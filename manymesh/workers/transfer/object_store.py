@@ -18,9 +18,9 @@ from core.transfer import TransferRound
 from manymesh.workers.transfer.config import ObjectStoreConfig
 
 
-class Shelf:
-    """Where references to the buckets lie until all have loaded them. An actor: references travel between processes
-    by Ray's own calls only, or Ray would keep their objects for ever."""
+class BucketReferences:
+    """An actor that holds references to buckets until all receivers have loaded them. Ray would keep an object for
+    ever whose reference travels by another way than Ray's own calls."""
 
     def __init__(self) -> None:
         self._held: dict[int, list[Any]] = {}
@@ -41,50 +41,50 @@ class ObjectStoreTransfer:
     def __init__(self, config: ObjectStoreConfig, device: str | None = None) -> None:
         if not ray.is_initialized():
             raise Refused("the transfer 'object_store' needs Ray", mend="put the groups on Ray, or choose another kind")
-        self._shelf: Any = None
+        self._references: Any = None  # the actor
         self._mine = False
 
     def connect(self, round_: TransferRound, index: int, num_receivers: int, host: str) -> None:
         if index == 0:
             name = f"weights-{uuid.uuid4().hex}"
             # Beside the sender, as the objects are, and gone with it.
-            self._shelf, self._mine = ray.remote(Shelf).options(name=name, num_cpus=0).remote(), True
-            _get(self._shelf.drop.remote(-1), round_, "the actor that holds references to start")
-            round_.put("shelf", name)
+            self._references, self._mine = ray.remote(BucketReferences).options(name=name, num_cpus=0).remote(), True
+            _get(self._references.drop.remote(-1), round_, "the actor that holds references to start")
+            round_.put("actor", name)
         else:
-            self._shelf = ray.get_actor(round_.get("shelf", "the sender's shelf").decode())
+            self._references = ray.get_actor(round_.get("actor", "the sender's actor").decode())
 
     def send(self, round_: TransferRound, number: int, pieces: Sequence[torch.Tensor]) -> None:
         reference = ray.put([piece.cpu().numpy() for piece in pieces])
-        _get(self._shelf.put.remote(number, [reference]), round_, "the shelf")
+        _get(self._references.put.remote(number, [reference]), round_, "the actor that holds references")
         round_.put(f"put.{number}")
 
     def receive(self, round_: TransferRound, number: int, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
         round_.get(f"put.{number}", f"the sender's bucket {number}")
-        (reference,) = _get(self._shelf.get.remote(number), round_, "the shelf")
+        (reference,) = _get(self._references.get.remote(number), round_, "the actor that holds references")
         return [_tensor(array) for array in _get(reference, round_, f"bucket {number}")]
 
     def free(self, number: int) -> None:
-        self._shelf.drop.remote(number)
+        self._references.drop.remote(number)
 
     def close(self) -> None:
-        shelf, self._shelf = self._shelf, None
-        if self._mine and shelf is not None:
+        actor, self._references = self._references, None
+        if self._mine and actor is not None:
             with suppress(RayError):
-                ray.kill(shelf)
+                ray.kill(actor)
         self._mine = False
 
 
 def _get(reference: Any, round_: TransferRound, what: str) -> Any:
     """ray.get that hears of a stop."""
-    found: list[Any] = []
+    values: list[Any] = []
 
     def pause(seconds: float) -> None:
         with suppress(GetTimeoutError):
-            found.append(ray.get(reference, timeout=max(seconds, 0.01)))
+            values.append(ray.get(reference, timeout=max(seconds, 0.01)))
 
-    round_.wait_until(lambda: bool(found), what, pause)
-    return found[0]
+    round_.wait_until(lambda: bool(values), what, pause)
+    return values[0]
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:

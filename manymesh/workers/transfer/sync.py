@@ -1,10 +1,11 @@
-"""WeightSync: the driver's handle on weights that cross from one group to others."""
+"""WeightSync: the driver's one verb for weights, from trainers to rollouts wherever these are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,8 +16,8 @@ from core.errors import ConfigError, DeadlineExceeded, ManymeshError, Refused, T
 from core.group import WorkerGroup
 from core.registry import Choice, EngineRegistry
 from manymesh.workers.transfer.channel import Channel
-from manymesh.workers.transfer.ends import Receipt
-from manymesh.workers.transfer.link import Link
+from manymesh.workers.transfer.connection import Connection
+from manymesh.workers.transfer.endpoint import Receipt
 
 
 @attrs.frozen
@@ -53,30 +54,37 @@ class TransferConfig:
 
 
 class WeightSync:
-    """Weights from one group of trainers to one or several groups of rollouts.
+    """Weights from a group of trainers to rollouts: in the trainers' own processes, in other groups, or both.
 
-    Rank 0 of the senders holds full tensors and sends them; every rank of every receiver gets all of them. Either all
-    receivers have the new version after a sync, or it raises and none has.
+    In their own processes the trainers hand their weights over (ActorRolloutRefWorker.update_weights), and `kind` is
+    not used. To other groups rank 0 of the trainers, which holds full tensors, sends them, and every rank of every
+    group gets all of them: either all have the new version after a sync, or it raises and none has.
 
     Args:
-        senders: workers with an actor (ActorRolloutRefWorker).
-        receivers: workers with a rollout (RolloutWorker), in pools of their own.
+        trainers: workers with an actor (ActorRolloutRefWorker).
+        rollouts: one or several groups of workers with a rollout; the trainers' own group may be one of them.
         kind, bucket_mb, options, timeout_s: see TransferConfig.
+
+    Attributes:
+        version: of the weights that all rollouts have had from the last sync that went well; None before.
+        receipts: of the last sync to other groups, the sender's first.
 
     Raises:
         RegistryError, ConfigError: as TransferConfig.check.
-        Refused: a group sends to itself.
 
     Example:
-        sync = WeightSync(trainers, [rollouts], kind="collective")
-        version = sync.sync()
-        rollouts.generate_sequences(prompts, sampling, min_version=version)
+        sync = WeightSync(trainers, rollouts, kind="collective")
+        while True:
+            sync.sync()
+            batch = rollouts.generate_sequences(prompts, sampling)
+            ...  # reward
+            trainers.update_actor(batch, temperature=1.0)
     """
 
     def __init__(
         self,
-        senders: WorkerGroup,
-        receivers: Sequence[WorkerGroup],
+        trainers: WorkerGroup,
+        rollouts: WorkerGroup | Sequence[WorkerGroup],
         *,
         kind: str = "collective",
         bucket_mb: float = 256,
@@ -84,69 +92,84 @@ class WeightSync:
         timeout_s: float = 120.0,
     ) -> None:
         self.config = TransferConfig(kind, options or {}, bucket_mb, timeout_s)
-        if not receivers or any(group is senders for group in receivers):
-            raise Refused(
-                "weights go from one group to others",
-                have=f"{senders.name!r} to {[group.name for group in receivers]}",
-                mend="a worker that holds both actor and rollout has update_weights",
-            )
-        self._choice = self.config.check()
-        self._senders, self._receivers = senders, tuple(receivers)
+        groups = [rollouts] if isinstance(rollouts, WorkerGroup) else list(rollouts)
+        if not groups:
+            raise Refused("weights go to a group with rollouts", have="no group", where=f"trainers {trainers.name!r}")
+        self._trainers = trainers
+        self._in_process = any(group is trainers for group in groups)
+        self._receivers = tuple(group for group in groups if group is not trainers)
+        self._choice = self.config.check() if self._receivers else None
         self._connected, self._rounds = False, 0
         self._channel: Channel | None = None
         self.version: int | None = None
         self.receipts: tuple[Receipt, ...] = ()
 
+    def sync(self) -> int:
+        """Have all rollouts load the trainers' weights; gives their version.
+
+        From then on a rollout refuses to sample with older weights, unless `min_version` of generate_sequences allows
+        it.
+
+        Raises:
+            Refused: a rollout's model has other tensors: the error lists matched, missing and unexpected names. Nothing
+                has changed. Or the trainers' own processes have no rollout.
+            TransferFailed: an end did not send or receive all, or what arrived was not what was sent. No rollout has
+                the new version: those that load in place have no valid weights. Mend it and sync again.
+            WorkerFailed: a group has failed.
+        """
+        if self._receivers:
+            version = self._send()
+        if self._in_process:
+            version = self._trainers.update_weights()
+        self.version = int(version)
+        return self.version
+
     def connect(self) -> None:
-        """Have the ends meet. `sync` does it where it is not done, and again after one that failed.
+        """Have the ends in several groups meet. `sync` does it where it is not done, and again after one that failed.
 
         Raises:
             TransferFailed: an end did not come; the groups are healthy.
+            Refused: an end cannot use the options.
             WorkerFailed: a group has failed.
         """
-        if self._connected:
+        if self._connected or self._choice is None:
             return
-        config, senders = self.config, self._senders
-        hosts = _Hosts([senders, *self._receivers])
-        devices = {senders.sending_device(), *(group.receiving_device() for group in self._receivers)}
-        address = senders.open_channel(hosts.of(senders)[0], config.timeout_s)
+        config, trainers = self.config, self._trainers
+        hosts = _Hosts([trainers, *self._receivers])
+        address = trainers.open_weight_channel(hosts.of(trainers)[0], config.timeout_s)
         # A driver outside of the cluster may not reach it. Then an end that dies is noticed at the others' deadlines.
         with suppress(DeadlineExceeded):
             self._channel = Channel.join(address, min(config.timeout_s, 10.0))
         self._connected = True
-        link = Link(
+        connection = Connection(
             config.kind,
             config.options,
             self._choice,
-            devices.pop() if len(devices) == 1 else "cpu",
             address,
             sum(group.world_size for group in self._receivers),
             max(int(config.bucket_mb * (1 << 20)), 1),
             config.timeout_s,
         )
-        calls: list[Callable[[], Any]] = [lambda: [senders.connect_sender(link, hosts.of(senders)[0])]]
+        indices: list[int | None] = [0, *[None] * (trainers.world_size - 1)]
+        calls = [partial(trainers.connect_weights, "source", connection, PerRank(indices), PerRank(hosts.of(trainers)))]
         first = 1
         for group in self._receivers:
-            indices = PerRank(range(first, first + group.world_size))
-            calls.append(_bound(group.connect_receiver, link, indices, PerRank(hosts.of(group))))
+            places = PerRank(range(first, first + group.world_size)), PerRank(hosts.of(group))
+            calls.append(partial(group.connect_weights, "sink", connection, *places))
             first += group.world_size
-        said = [error for errors in self._all(calls, "connect") for error in errors if error]
-        if said:
+        errors = [error for answers in self._all(calls, "connect") for error in answers if error is not None]
+        if errors:
             self.close()
-            raise TransferFailed("the ends of a transfer did not meet", have=said[0], where=self._where, mend=_AGAIN)
+            for error in errors:
+                if isinstance(error, Refused):
+                    raise error
+            raise TransferFailed(
+                "the ends of a transfer did not meet", have=str(errors[0]), where=self._where, mend=_AGAIN
+            )
 
-    def sync(self) -> int:
-        """Have all receivers load the senders' weights; gives their version.
-
-        Raises:
-            Refused: the receivers' model has other tensors: the error lists matched, missing and unexpected names.
-                Nothing has changed.
-            TransferFailed: an end did not send or receive all, or what arrived was not what was sent. No receiver has
-                the new version: those that load in place have no valid weights. Mend it and sync again.
-            WorkerFailed: a group has failed.
-        """
+    def _send(self) -> int:
         self.connect()
-        version, specs = self._senders.offer_weights()
+        version, specs = self._trainers.offer_weights()
         begun: list[WorkerGroup] = []
         try:
             for group in self._receivers:
@@ -158,32 +181,32 @@ class WeightSync:
             raise
         self._rounds += 1
         name = f"sync {self._rounds}"
-        calls = [_bound(self._senders.send_weights, specs, version, name)]
-        calls += [_bound(group.receive_weights, specs, version, name) for group in self._receivers]
+        calls = [partial(self._trainers.transfer_weights, "source", specs, version, name)]
+        calls += [partial(group.transfer_weights, "sink", specs, version, name) for group in self._receivers]
         answers = self._all(calls, name)
         self.receipts = tuple(receipt for answer in answers for receipt in answer if receipt is not None)
-        bad = sorted((receipt for receipt in self.receipts if receipt.error), key=lambda receipt: receipt.echo)
-        if bad:
+        failed = sorted(
+            (receipt for receipt in self.receipts if receipt.error), key=lambda receipt: receipt.stopped_by_other
+        )
+        if failed:
             self.close()
-            what, *more = bad[0].error.splitlines()
+            reason, *more = failed[0].error.splitlines()
             raise TransferFailed(
-                f"weights of version {version} did not reach the receivers: {what}",
+                f"weights of version {version} did not reach the rollouts: {reason}",
                 have="; ".join(line.strip() for line in more),
-                where=f"{bad[0].end}, {self._where}",
+                where=f"{failed[0].end}, {self._where}",
                 mend=_AGAIN,
             )
-        self._senders.confirm_weights(version)
-        self.version = int(version)
-        return self.version
+        return int(version)
 
     def close(self) -> None:
         """Let go of the link, on the groups that live. Can be called twice; a later sync connects again."""
         if not self._connected:
             return
         self._connected, self._channel = False, None
-        for group in (*self._receivers, self._senders):
+        for group in (*self._receivers, self._trainers):
             with suppress(ManymeshError):
-                (group.close_sender if group is self._senders else group.close_receiver)()
+                group.close_weights("source" if group is self._trainers else "sink")
 
     def __enter__(self) -> Self:
         return self
@@ -196,7 +219,7 @@ class WeightSync:
     @property
     def _where(self) -> str:
         names = ", ".join(group.name for group in self._receivers)
-        return f"transfer {self.config.kind!r} from group {self._senders.name!r} to {names}"
+        return f"transfer {self.config.kind!r} from group {self._trainers.name!r} to {names}"
 
     def _all(self, calls: Sequence[Callable[[], Any]], round_name: str) -> list[Any]:
         """Call the groups at the same time, each in a thread. When one raises, the round is stopped for the others,
@@ -233,7 +256,3 @@ class _Hosts:
 
     def of(self, group: WorkerGroup) -> list[str]:
         return ["127.0.0.1" if self._alone else identity.node_address for identity in group.identities]
-
-
-def _bound(call: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    return lambda: call(*args)

@@ -24,9 +24,9 @@ from core.transport.local import LocalWorkerGroup
 from core.transport.ray import RayResourcePool, RayWorkerGroup
 from manymesh.recipes.grpo.config import GrpoConfig
 from manymesh.recipes.grpo.placement import Placement
-from manymesh.recipes.grpo.split import SplitGroups
 from manymesh.recipes.grpo.tracking import REWARD, read_metrics
 from manymesh.recipes.grpo.trainer import GrpoTrainer
+from manymesh.recipes.grpo.workers import Workers
 from manymesh.recipes.toy import write_copy_task, write_model
 from manymesh.recipes.yaml_config import load_yaml, override
 from manymesh.workers import ActorRolloutRefWorker, WeightSync
@@ -88,7 +88,7 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
             RayWorkerGroup(other_room, sample, name="rollouts", env=ENV, python=PYTHON) as rollouts,
         ):
             with WeightSync(trainers, [rollouts], kind=config.transfer.kind, bucket_mb=1) as sync:
-                trainer.run(SplitGroups(trainers, rollouts, sync), Console(file=StringIO()))
+                trainer.run(Workers(trainers, rollouts, sync), Console(file=StringIO()))
             yield Pools(trainer, trainers, rollouts, read_metrics(directory / "run" / "metrics.jsonl"))
     finally:
         ray.shutdown()
@@ -123,28 +123,26 @@ def test_the_example_samples_what_the_trainer_scores_and_begins_to_learn(pools: 
 def test_a_step_by_each_kind_of_transfer_and_rollout_and_trainer_agree_only_after_it(pools: Pools, kind: str) -> None:
     trainer = pools.trainer
     with pools.sync(kind, bucket_mb=FIVE_BUCKETS) as sync:
-        trainer.version = sync.sync()
-        metrics, _ = trainer.step(SplitGroups(pools.trainers, pools.rollouts, sync), STEPS)
+        sync.sync()
+        metrics, _ = trainer.step(Workers(pools.trainers, pools.rollouts, sync), STEPS)
         assert metrics["rollout/log_prob_gap_max"] < 1e-4
         sent, received = sync.receipts
         assert (sent.num_tensors, sent.digest) == (received.num_tensors, received.digest)
-        assert pools.disagreement(trainer.version) < 1e-4
-        trainer.step(SplitGroups(pools.trainers, pools.rollouts, _Lazy(trainer.version)), STEPS)
-        assert pools.disagreement(trainer.version) > 1e-3
+        version = sync.version
+        assert version is not None
+        assert pools.disagreement(version) < 1e-4
+        lazy: Any = _Lazy()
+        trainer.step(Workers(pools.trainers, pools.rollouts, lazy), STEPS)
+        assert pools.disagreement(version) > 1e-3
         with pytest.raises(Refused, match="too old"):
-            pools.disagreement(trainer.version + 1)
-        trainer.version = sync.sync()
-        assert pools.disagreement(trainer.version) < 1e-4
+            pools.disagreement(version + 1)
+        assert pools.disagreement(sync.sync()) < 1e-4
 
 
-@attrs.frozen
 class _Lazy:
     """A sync that sends nothing."""
 
-    version: int
-
-    def sync(self) -> int:
-        return self.version
+    def sync(self) -> None: ...
 
 
 @pytest.mark.parametrize("kind", ["collective", "object_store"])

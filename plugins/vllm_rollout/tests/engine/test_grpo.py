@@ -32,8 +32,9 @@ def test_megatron_and_vllm_cut_over_the_same_two_ranks_agree_and_begin_to_learn(
     trainer = GrpoTrainer(config)
     ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
-        with worker_group(config) as group:
-            trainer.run(group, Console(file=StringIO()))
+        with worker_group(config) as workers:
+            trainer.run(workers, Console(file=StringIO()))
+            group = workers.trainers
             actor, rollout = group.route("actor"), group.route("rollout")
     finally:
         ray.shutdown()
