@@ -20,7 +20,12 @@ from core.registry import Backend, EngineRegistry, Entry
 from sdk.doctor.checks import Finding
 
 # By kind. Others have no suite yet.
-SUITES = {"engine": "ManifestSuite", "rollout": "ManifestSuite", "dispatch_mode": "ListedSuite"}
+SUITES = {
+    "engine": "ManifestSuite",
+    "rollout": "ManifestSuite",
+    "transfer": "ManifestSuite",
+    "dispatch_mode": "ListedSuite",
+}
 SUITE = """
 from sdk.conformance.suites.manifest import {suite}
 
@@ -31,7 +36,7 @@ class TestManifest({suite}):
 
 
 def check(name: str) -> Iterator[Finding]:
-    """One finding a test, of each engine, rollout and dispatch mode that the name means.
+    """One finding a test, of each engine, rollout, transfer and dispatch mode that the name means.
 
     Args:
         name: "backend", "distribution:backend" or "distribution".

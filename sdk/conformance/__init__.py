@@ -19,5 +19,6 @@ if TYPE_CHECKING:
     from sdk.conformance.dispatch_mode import DispatchModeConformance as DispatchModeConformance
     from sdk.conformance.engine import EngineConformance as EngineConformance
     from sdk.conformance.rollout import RolloutConformance as RolloutConformance
+    from sdk.conformance.transfer import TransferConformance as TransferConformance
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

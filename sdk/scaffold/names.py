@@ -17,7 +17,7 @@ from core.errors import Refused
 from core.hookspecs import PROJECT
 from core.registry import EngineRegistry, Entry
 
-Kind = Literal["engine", "rollout", "dispatch_mode"]
+Kind = Literal["engine", "rollout", "transfer", "dispatch_mode"]
 # PEP 508's names. Longer ones would not fit the lines of the templates, nor anybody's fingers.
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?", re.IGNORECASE)
 LONGEST = 40

@@ -22,7 +22,8 @@ from sdk.scaffold.generate import generate, render, template
 from sdk.scaffold.names import LONGEST, Kind, Names
 from tests.fake_distributions import forget
 
-KINDS: tuple[Kind, ...] = ("engine", "rollout")
+KINDS: tuple[Kind, ...] = ("engine", "rollout", "transfer")
+PLANNED: tuple[Kind, ...] = ("engine", "rollout")  # a transfer has no place among ranks to plan
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,7 @@ KINDS: tuple[Kind, ...] = ("engine", "rollout")
         ("manymesh-toy", "engine", "manymesh_toy", "toy", "ToyEngine"),
         ("Acme.Fast_Rollout", "rollout", "acme_fast_rollout", "acme-fast-rollout", "AcmeFastRollout"),
         ("manymesh-3d", "engine", "manymesh_3d", "3d", "Manymesh3dEngine"),
+        ("fast-transfer", "transfer", "fast_transfer", "fast-transfer", "FastTransfer"),
     ],
 )
 def test_one_name_gives_all_the_others(name: str, kind: Kind, package: str, backend: str, cls: str) -> None:
@@ -65,6 +67,7 @@ def test_what_python_cannot_import_is_refused(name: str) -> None:
         ("sdk", "rollout", "`import sdk` finds something already"),
         ("fsdp", "engine", "there is an engine 'fsdp' already"),
         ("hf", "rollout", "there is a rollout 'hf' already"),
+        ("disk", "transfer", "there is a transfer 'disk' already"),
     ],
 )
 def test_a_name_that_something_installed_has_is_refused(name: str, kind: Kind, said: str) -> None:
@@ -92,7 +95,8 @@ def test_the_files_are_a_whole_project(tmp_path: Path, kind: Kind) -> None:
             "README.md",
             "pyproject.toml",
             "tests/test_conformance.py",
-            *(f"acme_thing/{file}" for file in ("__init__.py", "config.py", "manifest.py", "plan.py", "py.typed")),
+            *(f"acme_thing/{file}" for file in ("__init__.py", "config.py", "manifest.py", "py.typed")),
+            *(["acme_thing/plan.py"] if kind in PLANNED else []),
             f"acme_thing/{kind}.py",
         ]
     )
@@ -197,7 +201,7 @@ def test_what_is_made_is_for_this_version_of_manymesh(kind: Kind) -> None:
     assert ours.specifier.contains(core.__version__)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PLANNED)
 def test_what_is_made_is_listed_as_usable_and_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:

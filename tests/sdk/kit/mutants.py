@@ -32,6 +32,7 @@ from tests.sdk.kit import (
     rollout_state_faults,
     rollout_weight_faults,
     state_faults,
+    transfer_faults,
 )
 from tests.sdk.kit.faults import Mutant, mutants_in, on_mutant
 
@@ -76,6 +77,7 @@ TARGETS = {
     "dispatch_mode": Target(
         dispatch_modes.Template, dispatch_modes.Template.backend, mutants_in([dispatch_mode_faults])
     ),
+    "transfer": Target(transfer_faults.DiskConformance, "disk", mutants_in([transfer_faults])),
 }
 
 

@@ -1,0 +1,85 @@
+"""The transfers of this repository, and the scaffold's, keep the contract of transfers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from sdk.conformance import TransferConformance
+from sdk.scaffold.generate import generate
+from sdk.scaffold.names import Names
+from tests.sdk.kit import mutants
+from tests.sdk.kit.faults import Mutant
+
+
+class TestCollective(TransferConformance):
+    backend = "collective"
+
+
+class TestDisk(TransferConformance):
+    backend = "disk"
+    config: ClassVar = {"directory": str(Path(tempfile.gettempdir(), "manymesh-conformance"))}
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("ray_cluster")
+class TestObjectStore(TransferConformance):
+    backend = "object_store"
+    patience_s = 60.0  # each sender starts an actor
+
+
+# A few here, which cost seconds; all of them in the slow set.
+FEW = (
+    "gives a bucket's pieces in another order",
+    "receives every bucket into one buffer",
+    "keeps one bucket, and writes the next over it before it was freed",
+    "gives zeros to all receivers but the first",
+    "gives up on a bucket that is not there yet",
+    "cannot be closed twice",
+)
+
+
+def test_the_suite_finds_some_faults(request: pytest.FixtureRequest) -> None:
+    chosen = [mutant for mutant in mutants.TARGETS["transfer"].mutants if mutant.name in FEW]
+    assert len(chosen) == len(FEW)
+    check(chosen, request)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_suite_finds_every_fault(request: pytest.FixtureRequest) -> None:
+    check(mutants.TARGETS["transfer"].mutants, request)
+
+
+def check(chosen: Sequence[Mutant], request: pytest.FixtureRequest) -> None:
+    for each in mutants.run("transfer", "disk", chosen, request.getfixturevalue("conformance_session")):
+        missed = [name for name in each.mutant.tests if not any(mutants.is_named(test, name) for test in each.failed)]
+        assert missed == [], f"a transfer that {each.mutant.name}: found by {list(each.failed)} only"
+
+
+def test_a_new_transfer_keeps_the_contract_from_the_start(tmp_path: Path) -> None:
+    """As an editable install: metadata that points at the sources."""
+    project = tmp_path / "acme"
+    generate(Names.of("acme-transfer", "transfer"), project)
+    info = project / "acme_transfer-0.1.0.dist-info"
+    info.mkdir()
+    needs = "Requires-Dist: attrs\nRequires-Dist: torch\n"
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: acme-transfer\nVersion: 0.1.0\n{needs}")
+    (info / "entry_points.txt").write_text("[manymesh.v1]\nacme-transfer = acme_transfer.manifest\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        cwd=project,
+        env=os.environ | {"PYTHONPATH": str(project), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "conformance acme-transfer 0.1.0: 28 passed; score 28/28" in done.stdout
