@@ -72,7 +72,7 @@ def gap(senders: WorkerGroup, receivers: WorkerGroup, min_version: int | None = 
 def worker(group: WorkerGroup) -> Any:
     """The worker of a group in this process."""
     transport: Any = group._transport
-    return transport._hosts[0]._worker
+    return transport._hosts[0].worker
 
 
 @pytest.fixture(scope="module")
