@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from core.rollout import Rollout as Rollout
     from core.rollout import RolloutServer as RolloutServer
     from core.rollout import SamplingParams as SamplingParams
+    from core.rollout import ScoringRollout as ScoringRollout
     from core.tracker import Tracker as Tracker
     from core.transfer import TransferRound as TransferRound
     from core.transfer import WeightTransfer as WeightTransfer

@@ -24,6 +24,7 @@ from core._rows.columns import nested as nested
 from core._rows.columns import object_column as object_column
 from core._rows.rows import Rows
 from core._rows.shards import Range, rows_of_groups
+from core.columns import INPUTS
 from core.errors import Refused
 
 
@@ -79,13 +80,13 @@ def jagged_from(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def row_lengths(batch: TensorDictBase) -> torch.Tensor:
-    """Tokens in each row, int64 (rows,), on CPU: of `input_ids`, or of the first jagged column.
+    """Tokens in each row, int64 (rows,), on CPU: of `input_ids`, or of the first jagged token column.
 
     Raises:
         Refused: the batch has neither a jagged column nor attention_mask.
     """
     names = [name for name in ("input_ids", "prompt_ids") if name in batch.keys()]  # noqa: SIM118
-    names += [name for name, value in columns(batch).items() if is_jagged(value)]
+    names += [name for name, value in columns(batch).items() if _is_jagged_tokens(name, value)]
     for name in names:
         if is_jagged(column := batch.get(name)):
             return flat(column)[1].diff().cpu()
@@ -213,7 +214,7 @@ def to_padded(
     multiple: int = 1,
     pads: Mapping[str, float] | None = None,
 ) -> TensorDict:
-    """Jagged columns padded on the right to (rows, width), with `attention_mask`.
+    """Jagged columns padded on the right to (rows, width), with `attention_mask`. Model inputs keep their form.
 
     Args:
         rows: only these rows (int64), in that order; all where not given.
@@ -224,16 +225,17 @@ def to_padded(
         Refused: jagged columns differ in the lengths of rows.
     """
     table = columns(batch)
-    if not any(is_jagged(column) for column in table.values()):
+    token_columns = [name for name, column in table.items() if _is_jagged_tokens(name, column)]
+    if not token_columns:
         return select(batch, rows) if rows is not None else batch.select(*table)
-    rest = batch.select(*(name for name, column in table.items() if not is_jagged(column)))
+    rest = batch.exclude(*token_columns)
     out: dict[str, Any] = columns(rest if rows is None else select(rest, rows))
     lengths = row_lengths(batch) if rows is None else row_lengths(batch)[rows]
     width = max(int(lengths.max()), 1) if len(lengths) else 0
     width = -(-width // multiple) * multiple
     mask = torch.arange(width)[None, :] < lengths[:, None]
     places: dict[int, tuple[Any, torch.Tensor, torch.Tensor]] = {}  # by id of offsets, which are kept
-    for name in [name for name, column in table.items() if is_jagged(column)]:
+    for name in token_columns:
         values, offsets = flat(table[name])
         if id(offsets) not in places:
             firsts, ends = offsets[:-1], offsets[1:]
@@ -274,11 +276,15 @@ def to_jagged(batch: TensorDictBase) -> TensorDict:
     table = columns(batch)
     table.pop("attention_mask")
 
-    def of(column: Any) -> Any:
-        is_token_column = isinstance(column, torch.Tensor) and not column.is_nested and column.shape[:2] == mask.shape
-        return nested(column[mask], offsets) if is_token_column else column
+    def of(name: str, column: Any) -> Any:
+        is_dense = isinstance(column, torch.Tensor) and not column.is_nested and not name.startswith(INPUTS)
+        return nested(column[mask], offsets) if is_dense and column.shape[:2] == mask.shape else column
 
-    return _build({name: of(column) for name, column in table.items()}, num_rows(batch))
+    return _build({name: of(name, column) for name, column in table.items()}, num_rows(batch))
+
+
+def _is_jagged_tokens(name: str, column: Any) -> bool:
+    return is_jagged(column) and not name.startswith(INPUTS)
 
 
 def _build(table: Mapping[str, Any], rows: int) -> TensorDict:

@@ -22,6 +22,14 @@ on the right, (rows, tokens) with `attention_mask`. Either form is accepted by w
 | finish_reason | rows | object | "stop", "length" or "abort" |
 | row_weight | rows | fp32 | 1 for a real row, 0 for filler; every denominator uses it |
 | prompt_ids | rows, tokens | int64 | input of generate |
+| log_probs | rows, tokens | fp32 | answer of score: of the given tokens, by the rollout's weights |
+| top_ids, top_log_probs | rows, tokens, k | int64, fp32 | answer of score: the k most likely tokens at each position |
+| inputs/<name> | rows, ... | any | what a model reads beside tokens, under the model's own name for it |
+
+A column under `inputs/` (`inputs/pixel_values`) holds no tokens: images, their sizes, audio. It is dense (rows, ...),
+jagged (rows, items, ...) or an object column, passes as it is from prompts to the answer of generate (repeated for the
+samples of a prompt) and on into micro-batches, and is never padded. A backend names those that it reads in its
+manifest, without the prefix; a batch with others is refused before anything runs.
 
 `group_id` keeps rows on one dp rank, in one mini-batch and in one micro-batch, wherever in the batch they are. It is
 set only where a loss needs several rows at once, such as the two of a pair. GRPO's groups need no such thing.
@@ -32,3 +40,40 @@ model's. The temperature at which a trainer computes log_probs and entropy is an
 `rollout_log_probs` that was sampled at another temperature is refused, so that trainer and rollout speak of the same
 distribution.
 """
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from core.errors import Refused
+
+# What a rollout answers to generate.
+GENERATED = frozenset(
+    {"input_ids", "response_mask", "rollout_log_probs", "prompt_id", "weight_version", "finish_reason", "row_weight"}
+)
+INPUTS = "inputs/"
+
+
+def model_inputs(columns: Iterable[str]) -> list[str]:
+    """Of these columns, those that hold what a model reads beside tokens; sorted."""
+    return sorted(name for name in columns if name.startswith(INPUTS))
+
+
+def check_model_inputs(columns: Iterable[str], taken: Collection[str], backend: str) -> None:
+    """Refuse model inputs that a backend doesn't read.
+
+    Args:
+        columns: of a batch.
+        taken: names that the backend reads, without the prefix.
+        backend: how the error calls it.
+
+    Raises:
+        Refused: columns under `inputs/` that are not among them.
+    """
+    foreign = [name for name in model_inputs(columns) if name.removeprefix(INPUTS) not in taken]
+    if foreign:
+        raise Refused(
+            f"{backend} doesn't read the model inputs {', '.join(foreign)}",
+            want=[f"{INPUTS}{name}" for name in sorted(taken)] or "tokens alone",
+            mend="leave these columns out, or choose a backend whose manifest names them",
+        )

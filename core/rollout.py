@@ -1,4 +1,4 @@
-"""The contract of generating backends: Rollout, ReleasingRollout, RolloutServer, and how to sample."""
+"""The contract of generating backends: Rollout, ReleasingRollout, ScoringRollout, RolloutServer; how to sample."""
 
 from __future__ import annotations
 
@@ -100,6 +100,30 @@ class Rollout(Protocol):
         ...
 
     def shutdown(self) -> None: ...
+
+
+@runtime_checkable
+class ScoringRollout(Rollout, Protocol):
+    """A rollout that gives the log-probabilities of a text that somebody else has written (Capability.SCORE)."""
+
+    def score(self, sequences: TensorDict, *, temperature: float = 1.0, top_k: int = 0) -> TensorDict:
+        """Log-probabilities of every token behind those before it, of softmax(logits / temperature).
+
+        Args:
+            sequences: `input_ids` (rows, tokens) int64, jagged, or padded with `attention_mask`.
+            temperature: above 0.
+            top_k: so many of the most likely tokens at each position; 0 for none.
+
+        Returns:
+            rows in order; jagged columns that share the offsets of a jagged input_ids: `log_probs` (rows, tokens)
+            fp32, and with top_k `top_ids` int64 and `top_log_probs` fp32 (rows, tokens, top_k), most likely first. The
+            value at position t belongs to token t; all are 0 at position 0. No repetition penalty, no truncation.
+
+        Raises:
+            Refused: there are no valid weights; sequences that are empty, of another vocabulary, or longer than the
+                backend holds; a temperature or a top_k that it cannot give.
+        """
+        ...
 
 
 @runtime_checkable

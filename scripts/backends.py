@@ -30,6 +30,7 @@ MEANING = {
     Capability.ROW_SEEDS: "a row's draws depend on its seed alone, not on batch or ranks",
     Capability.RELEASE: "frees its memory by tag, and takes it again",
     Capability.SERVER: "streams, aborts, pauses; weights change in the midst of requests",
+    Capability.SCORE: "log-probs and most likely tokens of a given text",
     Capability.LOG_PROBS_RAW: "log-probs of the logits",
     Capability.LOG_PROBS_TEMPERATURE: "log-probs of logits / temperature",
     Capability.LOG_PROBS_PROCESSED: "log-probs after penalties and truncation",

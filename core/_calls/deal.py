@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -12,9 +12,15 @@ from core._calls.call import Call, PerRank, RankCall
 from core._rows.shards import are_in_order, deal_rows
 from core._rows.table import Deferred, WholeTable
 from core._rows.wire import table_of
+from core.columns import INPUTS
 from core.errors import Refused
 
 KEPT = ("row_weight", "group_id")  # sent whatever columns a method reads
+
+
+def _is_sent(name: str, columns: Collection[str]) -> bool:
+    """Model inputs are always sent: without them the model would read something else, and nobody would be told."""
+    return name in columns or name in KEPT or name.startswith(INPUTS)
 
 
 @attrs.frozen
@@ -41,7 +47,7 @@ class Arguments:
                 return value
             if not tables:
                 return table.batch() if isinstance(value, WholeTable) else value
-            return table if columns is None else table.only(lambda name: name in columns or name in KEPT)
+            return table if columns is None else table.only(lambda name: _is_sent(name, columns))
 
         arguments = call.arguments
         return cls(tuple(map(value_of, arguments.args)), {k: value_of(v) for k, v in arguments.kwargs.items()})

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from tensordict import TensorDict
 
 from core.batch import is_jagged
+from core.columns import check_model_inputs
 from core.errors import Refused
 from core.loss import LossFn
 from core.manifest import Limits
@@ -43,8 +46,14 @@ def check_request(
     return needs | outputs if forward_only else needs
 
 
-def check_padded(batch: TensorDict, *, where: str) -> None:
-    """Raises Refused for a micro-batch that isn't padded, (rows, tokens)."""
+def check_padded(batch: TensorDict, *, where: str, inputs: Collection[str] = ()) -> None:
+    """Raises Refused for a micro-batch that isn't padded, (rows, tokens), or model inputs that the engine doesn't
+    read.
+
+    Args:
+        inputs: those that it reads, as its manifest names them.
+    """
+    check_model_inputs(batch.keys(), inputs, "the engine")
     ids, mask = batch.get("input_ids", None), batch.get("attention_mask", None)
     if ids is None or mask is None or is_jagged(ids) or ids.ndim != 2 or ids.shape != mask.shape:
         raise Refused(

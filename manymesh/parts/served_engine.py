@@ -9,6 +9,7 @@ import torch
 
 from core.engine import WeightSpec
 from core.rollout import GenerationDelta, MemoryTag, PauseMode
+from manymesh.parts.scoring import RowScore
 
 T = TypeVar("T")
 Bucket = Sequence[tuple[str, torch.Tensor]]
@@ -44,6 +45,10 @@ class ServedEngine(Protocol):
 
     async def answers(self, requests: Sequence[Any], version: int) -> list[list[GenerationDelta]]:
         """All deltas by request. When one fails the others are aborted."""
+        ...
+
+    async def scores(self, rows: Sequence[Sequence[int]], temperature: float, top_k: int) -> list[RowScore]:
+        """Scores by row of token ids, by the weights that are there when it runs."""
         ...
 
     async def abort(self, request_ids: Sequence[str] | None) -> None: ...

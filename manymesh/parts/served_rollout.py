@@ -19,7 +19,8 @@ from core.mesh import RankMesh
 from core.rollout import GenerationDelta, MemoryTag, PauseMode, SamplingParams
 from manymesh.parts.base_rollout import BaseReleasingRollout, BaseRollout
 from manymesh.parts.rollout_checks import not_initialized
-from manymesh.parts.rollout_rows import Prompts
+from manymesh.parts.rollout_rows import read_prompts, repeat_samples, token_lists
+from manymesh.parts.scoring import parts, read_sequences, scores
 from manymesh.parts.served_engine import Bucket, ReleasingEngine, ServedEngine
 from manymesh.parts.served_rows import one_prompt, served_batch
 
@@ -45,9 +46,13 @@ class ServedRollout(BaseRollout):
         raise NotImplementedError
 
     def _requests(
-        self, table: Prompts, sampling: SamplingParams, sample: torch.Tensor, request_ids: Sequence[str]
+        self, prompts: TensorDict, sampling: SamplingParams, sample: torch.Tensor, request_ids: Sequence[str]
     ) -> list[Any]:
-        """By row, for the engine. Raises Refused for what cannot be sampled."""
+        """By row of read_prompts, for the engine. Raises Refused for what cannot be sampled."""
+        raise NotImplementedError
+
+    def _score_limits(self) -> tuple[int, int]:
+        """Size of the vocabulary, and tokens of the longest sequence that can be scored."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------------------------------------- requests
@@ -72,8 +77,8 @@ class ServedRollout(BaseRollout):
             Refused: as generate, or num_samples is not 1.
         """
         version = self._ready().check_can_sample()
-        table = one_prompt(prompt_ids, sampling, prompt_id)
-        [request] = self._requests(table, sampling, torch.tensor([sample]), [request_id or secrets.token_hex(8)])
+        prompt = one_prompt(prompt_ids, sampling, prompt_id)
+        [request] = self._requests(prompt, sampling, torch.tensor([sample]), [request_id or secrets.token_hex(8)])
         return self._running().stream(request, version)
 
     def generate(self, prompts: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
@@ -88,15 +93,36 @@ class ServedRollout(BaseRollout):
             ManymeshError: the engine died, or the model gave logits that are not finite.
         """
         version = self._ready().check_can_sample(min_version)
-        if self._asked_to_pause:
-            raise Refused("generation is paused, so that generate would wait for ever", mend="resume_generation()")
+        self._check_not_paused("generate")
         engine = self._running()
-        table = Prompts.read(prompts)
-        sample = torch.arange(sampling.num_samples).repeat(len(table))
-        table = table.repeat(sampling.num_samples)
-        requests = self._requests(table, sampling, sample, [secrets.token_hex(8) for _ in range(len(table))])
+        rows, sample = repeat_samples(read_prompts(prompts), sampling.num_samples)
+        requests = self._requests(rows, sampling, sample, [secrets.token_hex(8) for _ in range(len(rows))])
         answers = engine.call(engine.answers(requests, version)) if requests else []
-        return served_batch(table, answers, sampling, version)
+        return served_batch(rows, answers, sampling, version)
+
+    def score(self, sequences: TensorDict, *, temperature: float = 1.0, top_k: int = 0) -> TensorDict:
+        """See `core.rollout.ScoringRollout.score`. All rows are of one version: after a weight update in the midst they
+        are scored again with the new weights.
+
+        Raises:
+            Refused: generation is paused.
+            ManymeshError: the engine died, or the model gave logits that are not finite.
+        """
+        vocab_size, longest = self._score_limits()
+        ids = read_sequences(sequences, vocab_size=vocab_size, longest=longest, temperature=temperature, top_k=top_k)
+        rows = token_lists(ids)
+        while True:
+            version, engine = self._ready().check_can_sample(), self._running()
+            self._check_not_paused("score")
+            values = [
+                row for part in parts(rows, top_k) for row in engine.call(engine.scores(part, temperature, top_k))
+            ]
+            if self.weight_version == version:
+                return scores(ids, values, top_k, f"weight version {version}, rank {self._mesh.rank}")
+
+    def _check_not_paused(self, method: str) -> None:
+        if self._asked_to_pause:
+            raise Refused(f"generation is paused, so that {method} would wait for ever", mend="resume_generation()")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """See `core.rollout.RolloutServer`."""

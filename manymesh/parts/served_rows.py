@@ -8,14 +8,14 @@ from itertools import pairwise
 import torch
 from tensordict import TensorDict
 
-from core.batch import object_column
+from core.batch import jagged, object_column
 from core.errors import Refused
-from core.rollout import GenerationDelta, LogProbKind, SamplingParams
-from manymesh.parts.rollout_rows import Prompts, Responses
+from core.rollout import GenerationDelta, SamplingParams
+from manymesh.parts.rollout_rows import answer, read_prompts
 
 
-def one_prompt(prompt_ids: Sequence[int], sampling: SamplingParams, prompt_id: int) -> Prompts:
-    """A submit's prompt, as a table of one row.
+def one_prompt(prompt_ids: Sequence[int], sampling: SamplingParams, prompt_id: int) -> TensorDict:
+    """A submit's prompt, as read_prompts has them: one row.
 
     Raises:
         Refused: it is empty, or num_samples is not 1.
@@ -29,38 +29,34 @@ def one_prompt(prompt_ids: Sequence[int], sampling: SamplingParams, prompt_id: i
         )
     if not len(prompt_ids):
         raise Refused("a prompt is empty", want="at least one token")
-    ids = torch.tensor(list(prompt_ids))
-    return Prompts(ids, torch.tensor([len(ids)]), torch.tensor([prompt_id]), torch.ones(1))
+    batch = TensorDict({"prompt_id": torch.tensor([prompt_id])}, batch_size=[1])
+    return read_prompts(batch.set("prompt_ids", jagged([torch.tensor(list(prompt_ids))])))
 
 
 def served_batch(
-    table: Prompts, answers: Sequence[Sequence[GenerationDelta]], sampling: SamplingParams, version: int
+    prompts: TensorDict, answers: Sequence[Sequence[GenerationDelta]], sampling: SamplingParams, version: int
 ) -> TensorDict:
     """The contract's columns, with weight_versions, and the oldest of these as weight_version.
 
     Args:
-        table: a prompt for each answer.
+        prompts: of read_prompts, one for each answer.
         answers: by row, all of a request's deltas in order.
         version: of the weights when the requests began.
     """
-    responses = Responses.behind(
-        table,
+    out = answer(
+        prompts,
         [[token for delta in row for token in delta.token_ids] for row in answers],
         [[value for delta in row for value in delta.log_probs] for row in answers],
         [str(row[-1].finish_reason) for row in answers],
-    )
-    out = responses.batch(
-        table,
+        sampling=sampling,
         weight_version=version,
-        temperature=sampling.temperature,
-        log_prob_kind=LogProbKind(sampling.log_probs).value,
     )
     by_row = [spans(row) for row in answers]
     oldest = [
         min((each for each, _ in row), default=deltas[-1].weight_version)
         for row, deltas in zip(by_row, answers, strict=True)
     ]
-    out.set("weight_version", torch.tensor(oldest, dtype=torch.int64, device=table.tokens.device))
+    out.set("weight_version", torch.tensor(oldest, dtype=torch.int64, device=prompts["prompt_ids"].device))
     return out.set("weight_versions", object_column(by_row))
 
 

@@ -10,19 +10,16 @@ import torch
 from tensordict import TensorDict
 
 from core.batch import num_rows
+from core.columns import GENERATED
 from core.config import structure
 from core.dispatch import Dispatch, on_mesh, register
 from core.errors import Refused
+from core.manifest import Capability
 from core.registry import Choice, EngineRegistry
-from core.rollout import MemoryTag, Rollout, SamplingParams
+from core.rollout import MemoryTag, Rollout, SamplingParams, ScoringRollout
 from manymesh.parts.rollout_checks import releasing
 from manymesh.parts.weight_state import RELEASE_ORDER, RESUME_ORDER
 from manymesh.workers.transfer.remote import WeightSink, WeightWorker
-
-# What a rollout answers; the table in core/columns.py says more.
-GENERATED = frozenset(
-    {"input_ids", "response_mask", "rollout_log_probs", "prompt_id", "weight_version", "finish_reason", "row_weight"}
-)
 
 
 @attrs.frozen
@@ -108,6 +105,22 @@ class GeneratingWorker(WeightWorker):
         if self.rollout_config is not None and self.rollout_config.release_after_generate:
             releasing(rollout).release(RELEASE_ORDER)
         return sequences
+
+    @register(on_mesh("rollout"), columns=("input_ids", "attention_mask"), reads_only=True)
+    def score_sequences(self, sequences: TensorDict, temperature: float = 1.0, top_k: int = 0) -> TensorDict:
+        """Log-probabilities of given texts by the rollout's weights; see core.rollout.ScoringRollout.score.
+
+        Raises:
+            Refused: the rollout doesn't score.
+        """
+        rollout = self.receiving_rollout()
+        if not isinstance(rollout, ScoringRollout):
+            backend = self.rollout_config.backend if self.rollout_config else "?"
+            raise Refused(
+                f"the rollout {backend!r} doesn't score",
+                mend=f"choose one that offers the capability {Capability.SCORE.value!r}",
+            )
+        return rollout.score(sequences, temperature=temperature, top_k=top_k)
 
     @register()
     def release_rollout(self, tags: Sequence[MemoryTag] = RELEASE_ORDER) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 
-from core.batch import columns, flat, is_jagged, nested, num_rows, row_groups, row_lengths, take, to_jagged, to_padded
+from core.batch import flat, nested, num_rows, row_groups, row_lengths, take, to_jagged, to_padded
 from core.config import structure
 from core.dispatch import Dispatch, on_mesh, register
 from core.engine import Engine, MicroResult
@@ -299,8 +299,8 @@ class _Step:
             mask = mask.bool()
             padded = {name: torch.zeros(mask.shape).masked_scatter_(mask, values) for name, values in found.items()}
             return TensorDict(padded, batch_size=batch.batch_size)
-        # The very offsets of the batch's columns, so that the two can be computed with together.
-        offsets = next(flat(column)[1] for column in columns(batch).values() if is_jagged(column))
+        # The very offsets of the batch's tokens, so that the two can be computed with together.
+        offsets = flat(batch.get("input_ids"))[1]
         out = TensorDict({}, batch_size=batch.batch_size)
         for name, values in found.items():
             out.set(name, nested(values, offsets))

@@ -1,4 +1,4 @@
-"""The rollouts' suite: manifest, mesh, rows, sampling, weights, life, ranks and, of what serves, requests."""
+"""The rollouts' suite: manifest, mesh, rows, sampling, scores, weights, life, ranks and, of what serves, requests."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from sdk.conformance.suites.rollout_life import LifeSuite
 from sdk.conformance.suites.rollout_ranks import RankSuite
 from sdk.conformance.suites.rollout_rows import RowSuite
 from sdk.conformance.suites.rollout_sampling import SamplingSuite
+from sdk.conformance.suites.rollout_scoring import ScoreSuite
 from sdk.conformance.suites.rollout_serving import ServingSuite
 from sdk.conformance.suites.rollout_states import StateSuite
 from sdk.conformance.suites.rollout_weights import UpdateSuite
 
 
 class RolloutConformance(
-    LifeSuite, ServingSuite, StateSuite, UpdateSuite, SamplingSuite, RowSuite, RankSuite, ManifestSuite
+    LifeSuite, ServingSuite, StateSuite, UpdateSuite, ScoreSuite, SamplingSuite, RowSuite, RankSuite, ManifestSuite
 ):
     """Any rollout against transformers in one process, on random tiny models of 64 tokens and a context of 512.
 

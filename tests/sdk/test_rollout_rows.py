@@ -11,26 +11,27 @@ import torch
 from tensordict import TensorDict
 
 from core.batch import jagged, objects
+from core.columns import GENERATED
 from core.errors import Refused
 from core.rollout import SamplingParams
 from manymesh.parts.rollout_checks import check_tags, eos_ids, releasing, resume_memory, stop_ids, valid_version
-from manymesh.parts.rollout_rows import Prompts, Responses
+from manymesh.parts.rollout_rows import answer, check_prompts, read_prompts, repeat_samples
 from manymesh.parts.row_seeds import row_keys
 
 
-def prompts(*rows: list[int]) -> Prompts:
+def prompts(*rows: list[int]) -> TensorDict:
     batch = TensorDict({"row_weight": torch.arange(len(rows)).float()}, batch_size=[len(rows)])
-    return Prompts.read(batch.set("prompt_ids", jagged([torch.tensor(row) for row in rows])))
+    return read_prompts(batch.set("prompt_ids", jagged([torch.tensor(row) for row in rows])))
 
 
 def test_responses_stand_behind_their_prompts_with_log_probs_on_what_was_sampled() -> None:
-    asked = prompts([5, 6], [7]).repeat(2)
+    asked, sample = repeat_samples(prompts([5, 6], [7]), 2)
+    assert sample.tolist() == [0, 1, 0, 1]
     sampled = [[10, 11], [12], [], [13, 14, 15]]
     log_probs = [[-1.0, -2.0], [-3.0], [], [-4.0, -5.0, -6.0]]
     reasons = ["stop", "length", "abort", "stop"]
-    out = Responses.behind(asked, sampled, log_probs, reasons).batch(
-        asked, weight_version=3, temperature=0.7, log_prob_kind="raw"
-    )
+    out = answer(asked, sampled, log_probs, reasons, sampling=SamplingParams(temperature=0.7), weight_version=3)
+    assert set(out.keys()) == GENERATED | {"rollout_temperature", "log_prob_kind"}
     rows = [row.tolist() for row in out["input_ids"].unbind()]
     assert rows == [[5, 6, 10, 11], [5, 6, 12], [7], [7, 13, 14, 15]]
     assert [row.tolist() for row in out["rollout_log_probs"].unbind()] == [
@@ -47,14 +48,14 @@ def test_responses_stand_behind_their_prompts_with_log_probs_on_what_was_sampled
 
 def test_a_foreign_token_is_reported_with_its_row() -> None:
     with pytest.raises(Refused, match=r"prompt 2 has a token[\s\S]*-1\.\.9"):
-        prompts([5, 6], [7], [8, -1], [9]).check(64, None, 1)
+        check_prompts(prompts([5, 6], [7], [8, -1], [9]), 64, None, 1)
     with pytest.raises(Refused, match="prompt 1 has a token"):
-        prompts([5, 6], [64]).check(64, None, 1)
+        check_prompts(prompts([5, 6], [64]), 64, None, 1)
 
 
 def test_a_prompt_that_leaves_no_room_is_reported_with_its_row_and_the_lengths() -> None:
     with pytest.raises(Refused, match=r"prompt 1 leaves no room[\s\S]*250 tokens and max_new_tokens 7[\s\S]*256"):
-        prompts([5], [6] * 250).check(64, 256, 7)
+        check_prompts(prompts([5], [6] * 250), 64, 256, 7)
 
 
 def test_ends_are_of_the_generation_config_first_and_nested_configs_are_read(tmp_path: Path) -> None:

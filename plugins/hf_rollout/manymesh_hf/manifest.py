@@ -18,6 +18,7 @@ def manymesh_manifests() -> list[Manifest]:
             capabilities={
                 Capability.ROW_SEEDS,
                 Capability.RELEASE,
+                Capability.SCORE,
                 Capability.LOG_PROBS_RAW,
                 Capability.LOG_PROBS_TEMPERATURE,
                 Capability.LOG_PROBS_PROCESSED,

@@ -1,6 +1,7 @@
-"""A small HTTP client on asyncio, for one server: JSON both ways, and streams of server-sent events.
+"""Requests to one SGLang server over aiohttp: JSON both ways, streams of server-sent events, typed errors.
 
 A connection a request: on loopback it costs a fraction of a millisecond, and none is found closed that was kept.
+Proxies of the environment are not used: the server is on loopback, or at an address that the config gives.
 """
 
 from __future__ import annotations
@@ -8,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import attrs
 
 from core.errors import DeadlineExceeded, ManymeshError, Refused
 
-Reader = asyncio.StreamReader
+NO_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=None)  # calls have deadlines of their own
 
 
 class ServerError(ManymeshError):
@@ -30,7 +32,8 @@ class ServerError(ManymeshError):
 
 @attrs.frozen
 class HttpClient:
-    """
+    """One server, for coroutines of any event loop.
+
     Attributes:
         host, port: of the server.
         key: sent as a bearer token.
@@ -55,21 +58,20 @@ class HttpClient:
             DeadlineExceeded: it didn't answer in time.
         """
         try:
-            async with asyncio.timeout(timeout_s), self._asked(method, path, body) as chunks:
-                data = b"".join([chunk async for chunk in chunks])
+            async with asyncio.timeout(timeout_s), self._answer(method, path, body) as answer:
+                return parsed(await answer.read())
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"the server didn't answer {path} within {timeout_s:g} s",
                 have=self.explain() or None,
                 where=self.address,
             ) from error
-        return parsed(data)
 
     async def stream(self, path: str, body: Any) -> AsyncIterator[Any]:
         """The answer's events as they come. Raises as call, but for the deadline: a request may wait."""
-        async with self._asked("POST", path, body) as chunks:
+        async with self._answer("POST", path, body) as answer:
             rest = b""
-            async for chunk in chunks:
+            async for chunk in answer.content.iter_any():
                 *events, rest = (rest + chunk).split(b"\n\n")
                 for event in events:
                     data = event.removeprefix(b"data:").strip()
@@ -83,60 +85,30 @@ class HttpClient:
         raise ServerError(f"{path} broke off", have=self.explain() or None, where=self.address)
 
     @asynccontextmanager
-    async def _asked(self, method: str, path: str, body: Any) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The answer's body, once its status is known to be good."""
-        writer: asyncio.StreamWriter | None = None
+    async def _answer(self, method: str, path: str, body: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer, once its status is known to be good."""
+        headers = {"Content-Type": "application/json"}
+        if self.key is not None:
+            headers["Authorization"] = f"Bearer {self.key}"
+        data = None if body is None else json.dumps(body).encode()
+        url = f"http://{self.address}{path}"
         try:
-            reader, writer = await asyncio.open_connection(self.host, self.port)
-            writer.write(self._request(method, path, body))
-            await writer.drain()
-            status, headers = await _head(reader)
-            async with aclosing(_body(reader, headers)) as chunks:  # type: ignore[type-var]
-                if status >= 400:
-                    raise _refused(
-                        self, path, status, b"".join([chunk async for chunk in chunks]).decode(errors="replace")
-                    )
-                yield chunks
-        except (OSError, EOFError, ValueError) as error:
+            async with (
+                aiohttp.ClientSession(timeout=NO_TIMEOUT, trust_env=False) as session,
+                session.request(method, url, data=data, headers=headers, allow_redirects=False) as answer,
+            ):
+                if answer.status >= 300:
+                    raise _refused(self, path, answer.status, (await answer.read()).decode(errors="replace"))
+                yield answer
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             if isinstance(error, TimeoutError):
                 raise
+            cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
             raise ServerError(
                 f"the server cannot be asked for {path}",
-                have=self.explain() or f"{type(error).__name__}: {error}",
+                have=self.explain() or f"{type(cause).__name__}: {cause}",
                 where=self.address,
             ) from error
-        finally:
-            if writer is not None:
-                writer.close()
-
-    def _request(self, method: str, path: str, body: Any) -> bytes:
-        data = b"" if body is None else json.dumps(body).encode()
-        lines = [f"{method} {path} HTTP/1.1", f"Host: {self.address}", "Connection: close"]
-        lines += [f"Content-Length: {len(data)}", "Content-Type: application/json"]
-        if self.key is not None:
-            lines.append(f"Authorization: Bearer {self.key}")
-        return "\r\n".join([*lines, "", ""]).encode() + data
-
-
-async def _head(reader: Reader) -> tuple[int, dict[str, str]]:
-    status = (await reader.readuntil(b"\r\n")).split()[1]
-    headers = {}
-    while line := (await reader.readuntil(b"\r\n")).strip():
-        name, _, value = line.partition(b":")
-        headers[name.strip().lower().decode()] = value.strip().decode()
-    return int(status), headers
-
-
-async def _body(reader: Reader, headers: dict[str, str]) -> AsyncIterator[bytes]:
-    if headers.get("transfer-encoding") == "chunked":
-        while size := int(await reader.readuntil(b"\r\n"), 16):
-            yield await reader.readexactly(size)
-            await reader.readexactly(2)
-    elif (length := headers.get("content-length")) is not None:
-        yield await reader.readexactly(int(length))
-    else:
-        while chunk := await reader.read(2**16):
-            yield chunk
 
 
 def parsed(data: str | bytes) -> Any:

@@ -21,10 +21,11 @@ import torch
 from core.errors import DeadlineExceeded, ManymeshError
 from core.manifest import ModelFacts
 from manymesh.parts.environment import environment_of
+from manymesh.parts.scoring import RowScore
 from manymesh_sglang.arguments import SPARE, arguments, cannot_run, died, environment
 from manymesh_sglang.config import SglangRolloutConfig
 from manymesh_sglang.flat import flatten
-from manymesh_sglang.sampling import PROBE, check_probe
+from manymesh_sglang.sampling import PROBE, check_probe, row_score, score_request
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
@@ -86,6 +87,18 @@ class LocalEngine:
         )
         answers = self._run(asked, None)
         return list(answers) if isinstance(answers, list) else [answers]
+
+    def score(self, rows: Sequence[Sequence[int]], temperature: float, top_k: int) -> list[RowScore]:
+        """Scores by row. Raises as generate."""
+        answering = self.engine.async_generate(
+            input_ids=[list(row) for row in rows],
+            sampling_params=score_request(temperature),
+            return_logprob=True,
+            logprob_start_len=0,
+            top_logprobs_num=top_k,
+        )
+        answers = self._run(answering, None)
+        return [row_score(each, len(row), top_k) for each, row in zip(answers, rows, strict=True)]
 
     def begin_update(self) -> None:
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput

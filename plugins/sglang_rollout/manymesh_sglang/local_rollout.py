@@ -10,11 +10,12 @@ from tensordict import TensorDict
 
 from core.engine import WeightSpec
 from core.errors import ManymeshError
-from core.rollout import LogProbKind, MemoryTag, SamplingParams
+from core.rollout import MemoryTag, SamplingParams
 from manymesh.parts.base_rollout import BaseReleasingRollout, Bucket
 from manymesh.parts.checkpoint_weights import read_checkpoint
 from manymesh.parts.rollout_checks import not_initialized
-from manymesh.parts.rollout_rows import Prompts, Responses
+from manymesh.parts.rollout_rows import answer, read_prompts, repeat_samples, token_lists
+from manymesh.parts.scoring import parts, read_sequences, scores
 from manymesh.parts.world_mesh import world_mesh, world_size
 from manymesh_sglang.config import SglangRolloutConfig
 from manymesh_sglang.local_engine import LocalEngine
@@ -24,9 +25,9 @@ from manymesh_sglang.sampling import Answer, is_certain
 
 
 class SglangRollout(BaseReleasingRollout):
-    """`core.rollout.Rollout` over SGLang, whose engine this process holds. Releases memory on CUDA with sleep_mode.
+    """`core.rollout.ScoringRollout` over SGLang, whose engine this process holds.
 
-    Each rank has an engine of its own; nothing here is collective.
+    Releases memory on CUDA with sleep_mode. Each rank has an engine of its own; nothing here is collective.
 
     Args:
         config: options; `config.model` is the directory to load.
@@ -65,26 +66,34 @@ class SglangRollout(BaseReleasingRollout):
         """
         version = self._ready().check_can_sample(min_version)
         engine, asking = self._running()
-        table = Prompts.read(prompts)
-        sample = torch.arange(sampling.num_samples).repeat(len(table))
-        table = table.repeat(sampling.num_samples)
-        parameters = asking.parameters(table, sampling, sample)
-        rows = [row.tolist() for row in table.tokens.cpu().split(table.lengths.tolist())]
-        said = engine.generate(rows, parameters) if rows else []
+        rows, sample = repeat_samples(read_prompts(prompts), sampling.num_samples)
+        parameters = asking.parameters(rows, sampling, sample)
+        said = engine.generate(token_lists(rows["prompt_ids"]), parameters) if parameters else []
         answers = [Answer(f"row {row}", is_certain(sampling)) for row in range(len(rows))]
-        deltas = [answer.read(each) for answer, each in zip(answers, said, strict=True)]
-        responses = Responses.behind(
-            table,
+        deltas = [each.read(row) for each, row in zip(answers, said, strict=True)]
+        return answer(
+            rows,
             [[token for delta in row for token in delta.token_ids] for row in deltas],
             [[value for delta in row for value in delta.log_probs] for row in deltas],
-            [str(answer.finish_reason) for answer in answers],
-        )
-        return responses.batch(
-            table,
+            [str(each.finish_reason) for each in answers],
+            sampling=sampling,
             weight_version=version,
-            temperature=sampling.temperature,
-            log_prob_kind=LogProbKind(sampling.log_probs).value,
         )
+
+    def score(self, sequences: TensorDict, *, temperature: float = 1.0, top_k: int = 0) -> TensorDict:
+        """See `core.rollout.ScoringRollout.score`.
+
+        Raises:
+            Refused: the KV cache is released; a temperature below 1e-6.
+            ManymeshError: SGLang's process died, or the model gave logits that are not finite.
+        """
+        version = self._ready().check_can_sample()
+        engine, asking = self._running()
+        vocab_size, longest = asking.vocab_size, asking.context
+        ids = read_sequences(sequences, vocab_size=vocab_size, longest=longest, temperature=temperature, top_k=top_k)
+        runs = parts(token_lists(ids), top_k)
+        values = [row for part in runs for row in engine.score(part, temperature, top_k)]
+        return scores(ids, values, top_k, f"weight version {version}, rank {self._mesh.rank}")
 
     def _running(self) -> tuple[LocalEngine, Asking]:
         if self._engine is None or self._asking is None:

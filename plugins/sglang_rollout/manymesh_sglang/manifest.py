@@ -8,6 +8,7 @@ from core.manifest import Capability, Manifest
 # Not RELEASE: a manifest speaks for all its devices, and SGLang frees nothing on CPU.
 CAPABILITIES = {
     Capability.ROW_SEEDS,
+    Capability.SCORE,
     Capability.LOG_PROBS_RAW,
     Capability.LOG_PROBS_TEMPERATURE,
     Capability.LOG_PROBS_PROCESSED,

@@ -6,5 +6,6 @@ from core.rollout import LogProbKind
 
 SWITCH = "MANYMESH_SGLANG_SAMPLER"  # "1" in the environment of SGLang's processes: they sample our way
 KIND = "manymesh_log_probs"  # in SGLang's custom_params of a request
-KINDS = tuple(LogProbKind)
+SCORE = "score"  # a kind of its own: log-probabilities of the prompt, of logits / temperature
+KINDS = (*LogProbKind, SCORE)
 SEED_BITS = 61  # SGLang's seeds are an int64, of which the sampler takes two bits for the kind

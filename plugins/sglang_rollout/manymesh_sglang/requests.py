@@ -7,12 +7,13 @@ from typing import Any
 
 import attrs
 import torch
+from tensordict import TensorDict
 
 from core.errors import Refused
 from core.manifest import ModelFacts
 from core.rollout import SamplingParams
 from manymesh.parts.rollout_checks import check_stop_strings, eos_ids, has_tokenizer, load_tokenizer, stop_ids
-from manymesh.parts.rollout_rows import Prompts
+from manymesh.parts.rollout_rows import check_prompts
 from manymesh.parts.row_seeds import row_keys
 from manymesh_sglang import sampling as asked
 from manymesh_sglang.arguments import context
@@ -46,8 +47,8 @@ class Asking:
         """A request that the KV cache doesn't hold would be cut short by SGLang."""
         return attrs.evolve(self, context=min(self.context, kv_cache_tokens))
 
-    def parameters(self, table: Prompts, sampling: SamplingParams, sample: torch.Tensor) -> list[dict[str, Any]]:
-        """By row.
+    def parameters(self, prompts: TensorDict, sampling: SamplingParams, sample: torch.Tensor) -> list[dict[str, Any]]:
+        """By row of read_prompts.
 
         Args:
             sample: int64 (rows): each row's number among those of its prompt.
@@ -55,15 +56,15 @@ class Asking:
         Raises:
             Refused: what cannot be sampled.
         """
-        table.check(self.vocab_size, self.context, sampling.max_new_tokens)
+        check_prompts(prompts, self.vocab_size, self.context, sampling.max_new_tokens)
         asked.check(sampling)
         ends = stop_ids(sampling, self.eos, self.vocab_size)
         check_stop_strings(sampling)
         if sampling.stop and not self.has_tokenizer:
             load_tokenizer(self.model)  # says what is missing
-        seeds: Sequence[int | None] = [None] * len(table)
+        seeds: Sequence[int | None] = [None] * len(prompts)
         if sampling.seed is not None:
-            seeds = (row_keys(sampling.seed, table.prompt_id.cpu(), sample) >> (64 - SEED_BITS)).tolist()
+            seeds = (row_keys(sampling.seed, prompts["prompt_id"].cpu(), sample) >> (64 - SEED_BITS)).tolist()
         return [asked.request(sampling, ends, seed) for seed in seeds]
 
 

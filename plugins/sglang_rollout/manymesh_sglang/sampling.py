@@ -15,8 +15,9 @@ import attrs
 
 from core.errors import ManymeshError, Refused
 from core.rollout import GenerationDelta, LogProbKind, SamplingParams
+from manymesh.parts.scoring import RowScore
 from manymesh.parts.served_rows import by_version
-from manymesh_sglang.marks import KIND, SEED_BITS, SWITCH
+from manymesh_sglang.marks import KIND, SCORE, SEED_BITS, SWITCH
 
 FINISHED = ("stop", "length", "abort")
 MAX_PENALTY = 2.0
@@ -58,6 +59,37 @@ def request(sampling: SamplingParams, stop_ids: Sequence[int], seed: int | None)
         "sampling_seed": secrets.randbits(SEED_BITS) if seed is None else seed,
         "custom_params": {KIND: LogProbKind(sampling.log_probs).value},
     }
+
+
+def score_request(temperature: float) -> dict[str, Any]:
+    """SGLang's parameters of a text to score. It samples a token too, which nobody reads.
+
+    Raises:
+        Refused: SGLang takes so low a temperature for 0.
+    """
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=1)
+    check(sampling)
+    return request(sampling, (), 0) | {"custom_params": {KIND: SCORE}}
+
+
+def row_score(said: Mapping[str, Any], num_tokens: int, top_k: int) -> RowScore:
+    """What SGLang says of a text's tokens behind its first, and of the most likely ones.
+
+    Raises:
+        ManymeshError: SGLang gave up on the request, or lacks tokens.
+    """
+    meta = said["meta_info"]
+    if finish_reason(meta.get("finish_reason"), "score") == "abort":
+        raise ManymeshError("SGLang gave up on a score", have="abort", mend="score again")
+    values = [each[0] for each in meta["input_token_logprobs"][1:]]
+    best = [[(each[1], each[0]) for each in row] for row in (meta.get("input_top_logprobs") or ())[1:]]
+    if len(values) != num_tokens - 1 or (top_k and [len(row) for row in best] != [top_k] * len(values)):
+        raise ManymeshError(
+            "SGLang's scores lack tokens",
+            have=f"{len(values)} log-probabilities, {len(best)} positions with the most likely",
+            want=num_tokens - 1,
+        )
+    return values, best if top_k else [[]] * len(values)
 
 
 PROBE = request(SamplingParams(temperature=0.0, max_new_tokens=1, log_probs=LogProbKind.PROCESSED), (), 0)

@@ -9,7 +9,7 @@ import os
 import secrets
 from typing import Any
 
-from manymesh_sglang.marks import KIND, KINDS, SEED_BITS, SWITCH
+from manymesh_sglang.marks import KIND, KINDS, SCORE, SEED_BITS, SWITCH
 
 
 def register() -> None:
@@ -36,6 +36,8 @@ def build() -> Any:
 
 def change_scheduler() -> None:
     """Patch the classes once. What isn't where it is looked for raises here, before any request runs."""
+    from sglang.srt.layers.logits_processor import LogitsMetadata
+    from sglang.srt.layers.logprob_processor import InputLogprobProcessor
     from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN, Req
     from sglang.srt.sampling.penaltylib import BatchedMinNewTokensPenalizer, BatchedRepetitionPenalizer
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -89,6 +91,21 @@ def change_scheduler() -> None:
                 seen = torch.tensor([*req.origin_input_ids, *req.output_ids], dtype=torch.int64)
                 self.cumulated_repetition_penalties[row, seen.to(self.orchestrator.device)] = penalty
 
+    def with_temperatures(cls: Any, forward_batch: Any) -> Any:
+        """SGLang's log-probabilities of prompts are of the logits as they are; those of our scores are tempered."""
+        metadata = from_forward(cls, forward_batch)
+        info = forward_batch.sampling_info
+        if metadata.extend_return_logprob and info is not None and info.sampling_seed is not None:
+            metadata.manymesh_temperatures = _score_temperatures(info)
+        return metadata
+
+    def of_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        temperatures = getattr(kwargs["logits_metadata"], "manymesh_temperatures", None)
+        if temperatures is not None:
+            by_row = temperatures[kwargs["token_to_seq_idx"]]
+            kwargs["get_logits_fn"] = Tempered(kwargs["get_logits_fn"], by_row)
+        return input_forward(self, *args, **kwargs)
+
     if getattr(Req, "_manymesh", False):
         return
     token_finish, string_finish = _method(Req, "_check_token_based_finish"), _method(Req, "_check_str_based_finish")
@@ -96,6 +113,10 @@ def change_scheduler() -> None:
     apply_bias = _method(SamplingBatchInfo, "apply_logits_bias")
     _method(BatchedMinNewTokensPenalizer, "_prepare")
     repetition = _method(BatchedRepetitionPenalizer, "_prepare")
+    from_forward = _method(LogitsMetadata, "from_forward_batch").__func__
+    input_forward = _method(InputLogprobProcessor, "forward")
+    LogitsMetadata.from_forward_batch = classmethod(with_temperatures)
+    InputLogprobProcessor.forward = of_inputs
     Req._check_token_based_finish = of_token
     Req._check_str_based_finish = of_string
     SamplingBatchInfo.from_schedule_batch = classmethod(with_streams)
@@ -103,6 +124,30 @@ def change_scheduler() -> None:
     BatchedMinNewTokensPenalizer._prepare = prepare_min
     BatchedRepetitionPenalizer._prepare = prepare_repetition
     Req._manymesh = True
+
+
+class Tempered:
+    """SGLang's function from hidden states to logits, called for one run of rows after another, with their logits
+    divided.
+
+    Args:
+        temperatures: by row of all runs.
+    """
+
+    def __init__(self, logits_of: Any, temperatures: Any) -> None:
+        self._logits_of, self._temperatures, self._num_rows = logits_of, temperatures, 0
+
+    def __call__(self, states: Any, *args: Any, **kwargs: Any) -> Any:
+        start, self._num_rows = self._num_rows, self._num_rows + len(states)
+        return self._logits_of(states, *args, **kwargs).float() / self._temperatures[start : self._num_rows, None]
+
+
+def _score_temperatures(info: Any) -> Any:
+    """By request of a batch: a score's temperature, and 1 for what is none."""
+    import torch
+
+    is_score = (info.sampling_seed & 3) == KINDS.index(SCORE)
+    return torch.where(is_score, info.temperatures.view(-1), 1.0)
 
 
 def _method(owner: Any, name: str) -> Any:

@@ -14,8 +14,9 @@ from core.engine import WeightSpec
 from core.errors import DeadlineExceeded, ManymeshError, Refused
 from core.rollout import GenerationDelta, MemoryTag, PauseMode
 from manymesh.parts.event_loop import LoopThread
+from manymesh.parts.scoring import RowScore
 from manymesh_sglang.http import HttpClient, ServerError
-from manymesh_sglang.sampling import PROBE, Answer, check_probe
+from manymesh_sglang.sampling import PROBE, Answer, check_probe, row_score, score_request
 from manymesh_sglang.server_process import ServerProcess
 from manymesh_sglang.ways import Bucket, Way, told
 
@@ -164,16 +165,27 @@ class ServerEngine:
         """All rows by one request of HTTP."""
         rids = [each.rid for each in requests]
         body = _body([each.prompt_ids for each in requests], [each.parameters for each in requests], rids)
+        rows = await self._rows_of(body, rids, "of generate")
+        return [Answer(each.id, each.certain).read(row) for each, row in zip(requests, rows, strict=True)]
+
+    async def scores(self, rows: Sequence[Sequence[int]], temperature: float, top_k: int) -> list[RowScore]:
+        """All rows by one request of HTTP."""
+        rids = [secrets.token_hex(16) for _ in rows]
+        body = _body(rows, [score_request(temperature)] * len(rows), rids)
+        said = await self._rows_of(body | {"logprob_start_len": 0, "top_logprobs_num": top_k}, rids, "of score")
+        return [row_score(each, len(row), top_k) for each, row in zip(said, rows, strict=True)]
+
+    async def _rows_of(self, body: dict[str, Any], rids: Sequence[str], request_id: str) -> list[Any]:
+        """SGLang's answers, by row."""
         await self._open.wait()
         self._rows |= set(rids)
         try:
             said = await self._client.call("POST", "/generate", body, timeout_s=None)
         except ManymeshError as error:
-            raise await self._explained(error, "of generate") from error
+            raise await self._explained(error, request_id) from error
         finally:
             self._rows -= set(rids)
-        rows = said if isinstance(said, list) else [said]
-        return [Answer(each.id, each.certain).read(row) for each, row in zip(requests, rows, strict=True)]
+        return said if isinstance(said, list) else [said]
 
     async def abort(self, request_ids: Sequence[str] | None) -> None:
         wanted = [each for name, each in self._running.items() if request_ids is None or name in request_ids]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from tensordict import TensorDict
 
 from core.errors import ManymeshError, Refused
 from core.manifest import ModelFacts
 from core.rollout import SamplingParams
 from manymesh.parts.checkpoint_weights import read_checkpoint
 from manymesh.parts.rollout_checks import not_initialized
-from manymesh.parts.rollout_rows import Prompts
+from manymesh.parts.rollout_rows import token_lists
 from manymesh.parts.served_engine import ServedEngine
 from manymesh.parts.served_rollout import ReleasingServedRollout
 from manymesh.parts.world_mesh import world_mesh, world_size
@@ -101,17 +102,22 @@ class SglangServerRollout(ReleasingServedRollout):
         return asking.within(int(str(info["max_total_num_tokens"])) - SPARE)
 
     def _requests(
-        self, table: Prompts, sampling: SamplingParams, sample: torch.Tensor, request_ids: Sequence[str]
+        self, prompts: TensorDict, sampling: SamplingParams, sample: torch.Tensor, request_ids: Sequence[str]
     ) -> list[Request]:
         if self._asking is None:
             raise not_initialized()
-        parameters = self._asking.parameters(table, sampling, sample)
+        parameters = self._asking.parameters(prompts, sampling, sample)
         certain = is_certain(sampling)
-        rows = table.tokens.cpu().split(table.lengths.tolist())
+        rows = token_lists(prompts["prompt_ids"])
         return [
-            Request(request_id, tuple(row.tolist()), each, certain)
+            Request(request_id, tuple(row), each, certain)
             for request_id, row, each in zip(request_ids, rows, parameters, strict=True)
         ]
+
+    def _score_limits(self) -> tuple[int, int]:
+        if self._asking is None:
+            raise not_initialized()
+        return self._asking.vocab_size, self._asking.context
 
     def _check_can_release(self) -> None:
         may_release(self._config, self._device)

@@ -34,6 +34,10 @@ class ServerExtension:
         """Give each request log-probabilities of its own kind."""
         self.model_runner.sampler = RowKinds(self.model_runner)
 
+    def manymesh_score_at(self, temperature: float) -> None:
+        """From now on, log-probabilities of prompts are of logits / temperature."""
+        self.model_runner.sampler.prompt_temperature = temperature
+
     def manymesh_begin(self) -> None:
         self._reload = Reload(self)
 
@@ -56,7 +60,12 @@ class RowKinds(Sampler):
     """vLLM's sampler, with the sampled token's log-probability of the kind that its request asks for.
 
     vLLM has one kind for an engine, and none that is tempered but not truncated.
+
+    Attributes:
+        prompt_temperature: of the log-probabilities of prompts.
     """
+
+    prompt_temperature: float = 1.0
 
     def __init__(self, model_runner: Any) -> None:
         before = model_runner.sampler
@@ -80,6 +89,11 @@ class RowKinds(Sampler):
         theirs = out.logprobs_tensors.logprobs
         theirs[:, 0] = torch.where(processed, theirs[:, 0], chosen)
         return out
+
+    def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:
+        """Called for prompts; what `forward` computes with it, it replaces."""
+        values: torch.Tensor = super().compute_logprobs(logits.float() / self.prompt_temperature)
+        return values
 
     def _kinds(self) -> list[str]:
         [runner] = self._runner

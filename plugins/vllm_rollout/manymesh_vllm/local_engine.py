@@ -118,9 +118,15 @@ def arguments(
         "skip_tokenizer_init": not has_tokenizer,
         "generation_config": "vllm",  # a checkpoint's top_k or penalties must not slip in
         "logprobs_mode": "raw_logprobs",
+        "max_logprobs": -1,  # scores may ask for any number
         "disable_log_stats": True,
         **config.vllm,
     }
+
+
+def score_limits(model_config: Any) -> tuple[int, int]:
+    """Size of the vocabulary, and tokens of the longest sequence to score: vLLM samples a token behind it."""
+    return model_config.get_vocab_size(), model_config.max_model_len - 1
 
 
 def check_platform(facts: ModelFacts, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from core.engine import WeightSpec
 from core.errors import ManymeshError, Refused
 from core.manifest import ModelFacts
 from core.mesh import RankMesh
-from core.rollout import LogProbKind, MemoryTag, SamplingParams
+from core.rollout import MemoryTag, SamplingParams
 from manymesh.parts.agreement import on_every_rank
 from manymesh.parts.base_rollout import BaseReleasingRollout, Bucket
 from manymesh.parts.checkpoint_weights import read_checkpoint
@@ -29,19 +29,20 @@ from manymesh.parts.rollout_checks import (
     not_initialized,
     stop_ids,
 )
-from manymesh.parts.rollout_rows import Prompts, Responses
+from manymesh.parts.rollout_rows import answer, check_prompts, read_prompts, repeat_samples, token_lists
 from manymesh.parts.row_seeds import row_keys
+from manymesh.parts.scoring import RowScore, parts, read_sequences, scores
 from manymesh.parts.world_mesh import world_mesh, world_size
 from manymesh_vllm import sampling as asked
 from manymesh_vllm.config import VllmRolloutConfig
-from manymesh_vllm.local_engine import LocalEngine
+from manymesh_vllm.local_engine import LocalEngine, score_limits
 from manymesh_vllm.memory import check_can_sleep, sleep_steps
 from manymesh_vllm.plan import TP, plan
 from manymesh_vllm.weights import Reload
 
 
 class VllmRollout(BaseReleasingRollout):
-    """`core.rollout.Rollout` over vLLM, in this process. Releases memory on CUDA with sleep_mode.
+    """`core.rollout.ScoringRollout` over vLLM, in this process. Releases memory on CUDA with sleep_mode.
 
     Where the world has several ranks, construction, `initialize`, `generate` and weight updates are collective over the
     ranks of one dp rank (`infer_tp`), and the first two over all.
@@ -111,34 +112,49 @@ class VllmRollout(BaseReleasingRollout):
         """
         version = self._ready().check_can_sample(min_version)
         engine = self._running()
-        table = Prompts.read(prompts)
+        given = read_prompts(prompts)
         model_config = engine.llm.llm_engine.model_config
         vocab_size = model_config.get_vocab_size()
-        table.check(vocab_size, model_config.max_model_len, sampling.max_new_tokens)
+        check_prompts(given, vocab_size, model_config.max_model_len, sampling.max_new_tokens)
         asked.check(sampling)
         ends = stop_ids(sampling, self._eos, vocab_size)
         check_stop_strings(sampling)
         if sampling.stop and not self._has_tokenizer:
             load_tokenizer(self._config.model)  # says what is missing
-        sample = torch.arange(sampling.num_samples).repeat(len(table))
-        table = table.repeat(sampling.num_samples)
-        seeds, randomness = self._randomness(sampling, table, sample)
-        rows = asked.requests(sampling, ends, len(table), seeds)
-        texts = [{"prompt_token_ids": row.tolist()} for row in table.tokens.cpu().split(table.lengths.tolist())]
+        prompt_rows, sample = repeat_samples(given, sampling.num_samples)
+        seeds, randomness = self._randomness(sampling, prompt_rows["prompt_id"].cpu(), sample)
+        rows = asked.requests(sampling, ends, len(prompt_rows), seeds)
+        texts = [{"prompt_token_ids": row} for row in token_lists(prompt_rows["prompt_ids"])]
         with asked.log_probs_of(engine.worker.model_runner, sampling), randomness:
             outputs = engine.llm.generate(texts, rows, use_tqdm=False) if texts else []
-        responses = Responses.behind(table, *asked.answers(outputs, sampling))
-        if not bool(responses.log_probs.isfinite().all()):
-            raise asked.not_finite(f"weight version {version}, rank {self._mesh.rank}")
-        return responses.batch(
-            table,
-            weight_version=version,
-            temperature=sampling.temperature,
-            log_prob_kind=LogProbKind(sampling.log_probs).value,
+        tokens, log_probs, reasons = asked.answers(
+            outputs, sampling, f"weight version {version}, rank {self._mesh.rank}"
         )
+        return answer(prompt_rows, tokens, log_probs, reasons, sampling=sampling, weight_version=version)
+
+    def score(self, sequences: TensorDict, *, temperature: float = 1.0, top_k: int = 0) -> TensorDict:
+        """See `core.rollout.ScoringRollout.score`. The longest sequence is one token short of vLLM's context, and its
+        logits are in memory as a whole: (tokens, vocabulary) fp32.
+
+        Collective over the ranks of one dp rank, which give the same rows.
+
+        Raises:
+            Refused: the KV cache is released.
+            ManymeshError: the model gave logits that are not finite.
+        """
+        version, engine = self._ready().check_can_sample(), self._running()
+        vocab_size, longest = score_limits(engine.llm.llm_engine.model_config)
+        ids = read_sequences(sequences, vocab_size=vocab_size, longest=longest, temperature=temperature, top_k=top_k)
+        values: list[RowScore] = []
+        with asked.logits_divided(engine.worker.model_runner, temperature):
+            for part in parts(token_lists(ids), top_k):
+                texts = [{"prompt_token_ids": row} for row in part]
+                outputs = engine.llm.generate(texts, asked.score_request(top_k), use_tqdm=False)
+                values += [asked.row_score(each, top_k) for each in outputs]
+        return scores(ids, values, top_k, f"weight version {version}, rank {self._mesh.rank}")
 
     def _randomness(
-        self, sampling: SamplingParams, prompts: Prompts, sample: torch.Tensor
+        self, sampling: SamplingParams, prompt_id: torch.Tensor, sample: torch.Tensor
     ) -> tuple[list[int] | None, AbstractContextManager[Any]]:
         """Seeds by row, and a generator for the rest: vLLM draws from the process's in either case, as trainers do."""
         if not sampling.temperature:
@@ -151,7 +167,7 @@ class VllmRollout(BaseReleasingRollout):
         if seed is None:
             dist.broadcast_object_list(fresh, group=self._mesh.group(TP), group_src=0)
             [seed] = fresh
-        keys = row_keys(seed, prompts.prompt_id.cpu(), sample)
+        keys = row_keys(seed, prompt_id, sample)
         return (keys >> 1).tolist(), randomness  # vLLM wants them in an int64
 
     def _running(self) -> LocalEngine:

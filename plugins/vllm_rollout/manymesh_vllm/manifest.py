@@ -18,6 +18,7 @@ def manymesh_manifests() -> list[Manifest]:
             # Not RELEASE: a manifest speaks for all its devices, and vLLM frees nothing on CPU.
             capabilities={
                 Capability.ROW_SEEDS,
+                Capability.SCORE,
                 Capability.LOG_PROBS_RAW,
                 Capability.LOG_PROBS_TEMPERATURE,
                 Capability.LOG_PROBS_PROCESSED,
@@ -33,6 +34,7 @@ def manymesh_manifests() -> list[Manifest]:
             planner="manymesh_vllm.plan:server_plan",
             capabilities={
                 Capability.ROW_SEEDS,
+                Capability.SCORE,
                 Capability.SERVER,
                 Capability.LOG_PROBS_RAW,
                 Capability.LOG_PROBS_TEMPERATURE,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from typing import Any
 
 import vllm
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.sample.sampler import Sampler
 
 from core.errors import ManymeshError, Refused
 from core.rollout import LogProbKind, SamplingParams
+from manymesh.parts.scoring import RowScore
 
 COLDEST = 0.01  # vLLM warms what is colder, to this
 FINISHED = ("stop", "length", "abort")
@@ -95,7 +98,14 @@ def log_probs_of(model_runner: Any, sampling: SamplingParams) -> Iterator[None]:
     """
     kind = LogProbKind(sampling.log_probs)
     _use_mode(model_runner, "processed_logprobs" if kind is LogProbKind.PROCESSED else "raw_logprobs")
-    if not is_scaled(sampling):
+    with logits_divided(model_runner, sampling.temperature if is_scaled(sampling) else 1.0):
+        yield
+
+
+@contextmanager
+def logits_divided(model_runner: Any, temperature: float) -> Iterator[None]:
+    """Divide all logits by the temperature before vLLM sees them."""
+    if temperature == 1:
         yield
         return
     model = model_runner.get_model()
@@ -103,7 +113,7 @@ def log_probs_of(model_runner: Any, sampling: SamplingParams) -> Iterator[None]:
 
     def tempered(*args: Any, **kwargs: Any) -> Any:
         # In fp32, as vLLM's sampler divides; the logits are fresh, so that they may be written to.
-        return compute_logits(*args, **kwargs).float().div_(sampling.temperature)
+        return compute_logits(*args, **kwargs).float().div_(temperature)
 
     model.compute_logits = tempered
     try:
@@ -124,14 +134,17 @@ def _use_mode(model_runner: Any, mode: str) -> None:
 
 
 def answers(
-    outputs: Sequence[vllm.RequestOutput], sampling: SamplingParams
+    outputs: Sequence[vllm.RequestOutput], sampling: SamplingParams, where: str
 ) -> tuple[list[Sequence[int]], list[Sequence[float]], list[str]]:
     """Tokens, log-probabilities and finish reasons by row.
 
     With temperature 0 a sampled token is certain: its log-probability is 0 when PROCESSED.
 
+    Args:
+        where: weight version and rank, for the error.
+
     Raises:
-        ManymeshError: vLLM gave up on a request.
+        ManymeshError: vLLM gave up on a request, or the model gave logits that are not finite.
     """
     certain = is_certain(sampling)
     tokens: list[Sequence[int]] = []
@@ -144,7 +157,47 @@ def answers(
         tokens.append(row.token_ids)
         log_probs.append([0.0] * len(row.token_ids) if certain else row.logprobs.logprobs[: len(row.token_ids)])
         reasons.append(row.finish_reason)
+    if not all(isfinite(value) for row in log_probs for value in row):
+        raise not_finite(where)
     return tokens, log_probs, reasons
+
+
+def score_request(top_k: int) -> vllm.SamplingParams:
+    """Log-probabilities of the prompt; vLLM samples a token too, which nobody reads."""
+    return vllm.SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        detokenize=False,
+        prompt_logprobs=top_k,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def row_score(request: vllm.RequestOutput, top_k: int) -> RowScore:
+    """What vLLM says of a prompt: at each position the token's own, then the most likely.
+
+    Raises:
+        ManymeshError: vLLM gave up on the request, or lacks positions.
+    """
+    said, num_tokens = request.prompt_logprobs, len(request.prompt_token_ids or ())
+    [row] = request.outputs
+    if said is None or row.finish_reason not in ("stop", "length"):
+        raise gave_up(row.finish_reason, request.request_id)
+    width = 1 + top_k
+    if len(said.logprobs) != (num_tokens - 1) * width:
+        raise ManymeshError(
+            "vLLM's scores lack tokens",
+            have=f"{len(said.logprobs)} values",
+            want=f"{(num_tokens - 1) * width}",
+            where=request.request_id,
+        )
+    values, tokens = said.logprobs, said.token_ids
+    best = [
+        list(zip(tokens[at + 1 : at + width], values[at + 1 : at + width], strict=True))
+        for at in range(0, len(values), width)
+    ]
+    return values[::width], best
 
 
 def gave_up(reason: str | None, request_id: str) -> ManymeshError:

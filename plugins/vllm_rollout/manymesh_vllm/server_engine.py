@@ -25,6 +25,7 @@ from core.manifest import ModelFacts
 from core.rollout import GenerationDelta, LogProbKind, MemoryTag, PauseMode, SamplingParams
 from manymesh.parts.environment import environment_of
 from manymesh.parts.event_loop import LoopThread
+from manymesh.parts.scoring import RowScore
 from manymesh.parts.served_engine import Bucket
 from manymesh.parts.served_rows import by_version
 from manymesh_vllm import sampling as asked
@@ -96,6 +97,7 @@ class ServerEngine:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         self._running: set[str] = set()
         self._beginning: set[str] = set()  # of these, those of which nothing has come
+        self._scoring = asyncio.Lock()  # scores of one temperature run at a time
         self._thread = LoopThread("vllm server")
         self.call, self.there = self._thread.call, self._thread.there
 
@@ -184,6 +186,30 @@ class ServerEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
+
+    async def scores(self, rows: Sequence[Sequence[int]], temperature: float, top_k: int) -> list[RowScore]:
+        """Scores by row.
+
+        Raises:
+            ManymeshError: vLLM gave up on a row, or died.
+        """
+
+        async def whole(row: Sequence[int]) -> RowScore:
+            name = f"score-{secrets.token_hex(8)}"
+            [out] = [each async for each in self.llm.generate({"prompt_token_ids": list(row)}, parameters, name)]
+            return asked.row_score(out, top_k)
+
+        parameters = asked.score_request(top_k)
+        async with self._scoring:
+            await self.rpc("manymesh_score_at", temperature)
+            tasks = [asyncio.ensure_future(whole(row)) for row in rows]
+            try:
+                return list(await asyncio.gather(*tasks))
+            except EngineDeadError as error:
+                raise _dead() from error
+            finally:
+                for task in tasks:
+                    task.cancel()
 
     async def abort(self, request_ids: Iterable[str] | None) -> None:
         wanted = set(self._running) if request_ids is None else self._running & set(request_ids)

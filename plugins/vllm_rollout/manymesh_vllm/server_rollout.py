@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from tensordict import TensorDict
 
 from core.rollout import MemoryTag, SamplingParams
 from manymesh.parts.checkpoint_weights import read_checkpoint
@@ -16,13 +17,14 @@ from manymesh.parts.rollout_checks import (
     not_initialized,
     stop_ids,
 )
-from manymesh.parts.rollout_rows import Prompts
+from manymesh.parts.rollout_rows import check_prompts, token_lists
 from manymesh.parts.row_seeds import row_keys
 from manymesh.parts.served_engine import ServedEngine
 from manymesh.parts.served_rollout import ReleasingServedRollout
 from manymesh.parts.world_mesh import world_mesh, world_size
 from manymesh_vllm import sampling as asked
 from manymesh_vllm.config import VllmRolloutConfig
+from manymesh_vllm.local_engine import score_limits
 from manymesh_vllm.memory import check_can_sleep
 from manymesh_vllm.plan import server_plan
 from manymesh_vllm.server_engine import Request, ServerEngine
@@ -54,27 +56,32 @@ class VllmServerRollout(ReleasingServedRollout):
         return self._vllm, expected
 
     def _requests(
-        self, table: Prompts, sampling: SamplingParams, sample: torch.Tensor, request_ids: Sequence[str]
+        self, prompts: TensorDict, sampling: SamplingParams, sample: torch.Tensor, request_ids: Sequence[str]
     ) -> list[Request]:
         if self._vllm is None:
             raise not_initialized()
         model_config = self._vllm.llm.model_config
         vocab_size = model_config.get_vocab_size()
-        table.check(vocab_size, model_config.max_model_len, sampling.max_new_tokens)
+        check_prompts(prompts, vocab_size, model_config.max_model_len, sampling.max_new_tokens)
         asked.check_untempered(sampling)
         ends = stop_ids(sampling, self._eos, vocab_size)
         check_stop_strings(sampling)
         if sampling.stop and not self._has_tokenizer:
             load_tokenizer(self._config.model)  # says what is missing
-        seeds: Sequence[int | None] = [None] * len(table)
+        seeds: Sequence[int | None] = [None] * len(prompts)
         if sampling.temperature and sampling.seed is not None:
             # vLLM wants them in an int64
-            seeds = (row_keys(sampling.seed, table.prompt_id.cpu(), sample) >> 1).tolist()
-        rows = table.tokens.cpu().split(table.lengths.tolist())
+            seeds = (row_keys(sampling.seed, prompts["prompt_id"].cpu(), sample) >> 1).tolist()
+        rows = token_lists(prompts["prompt_ids"])
         return [
-            Request.of(request_id, row.tolist(), sampling, ends, seed)
+            Request.of(request_id, row, sampling, ends, seed)
             for request_id, row, seed in zip(request_ids, rows, seeds, strict=True)
         ]
+
+    def _score_limits(self) -> tuple[int, int]:
+        if self._vllm is None:
+            raise not_initialized()
+        return score_limits(self._vllm.llm.model_config)
 
     def _check_can_release(self) -> None:
         check_can_sleep(self._config, self._device)

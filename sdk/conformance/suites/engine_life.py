@@ -83,11 +83,13 @@ def answers_to_bad_requests(
     with engine_of(subject, model) as engine:
         rows = micro_batches(engine, batches[0], 2)
         jagged = [to_jagged(each) for each in rows]
+        strange = [each.copy().set("inputs/strange_pixels", torch.zeros(len(each), 3)) for each in rows]
         requests: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "a loss that needs an output that no engine has": (rows, Needs(loss), {}),
             "an output that no engine has": (rows, None, {"forward_only": True, "outputs": frozenset({"logits"})}),
             "rows that aren't padded": (jagged, loss, {}),
             "a temperature of 0": (rows, loss, {"temperature": 0.0}),
+            "model inputs that it doesn't read": (strange, loss, {}),
             "training without a loss": (rows, None, {}),
         }
         if engine.mesh.layout.size("pp") == 1:  # in a pipeline only the last stage runs the loss, and others wait

@@ -38,6 +38,12 @@ def prompts(*rows: Sequence[int], prompt_id: Sequence[int] | None = None) -> Ten
     return batch
 
 
+def sequences(*rows: Sequence[int]) -> TensorDict:
+    """A batch of jagged sequences to score."""
+    batch = TensorDict({}, batch_size=[len(rows)])
+    return batch.set("input_ids", jagged([torch.tensor(list(row)) for row in rows]))
+
+
 @attrs.frozen(eq=False)
 class Row:
     """One row of what a rollout gave.

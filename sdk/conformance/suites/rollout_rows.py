@@ -72,6 +72,11 @@ class RowSuite(RolloutSuite):
         assert ends != sorted(ends)
         assert ends != sorted(ends, reverse=True)
 
+    def test_model_inputs_that_it_does_not_read_are_refused_by_name(self, rollout: Rollout) -> None:
+        batch = prompts([5], [6]).set("inputs/strange_pixels", torch.zeros(2, 3))
+        with pytest.raises(Refused, match="inputs/strange_pixels"):
+            rollout.generate(batch, self.greedy(1))
+
     def test_metadata_say_temperature_and_kind_of_log_probs(self, rollout: Rollout) -> None:
         out = rollout.generate(prompts([5]), self.sampling(temperature=0.7, max_new_tokens=1))
         assert metadata(out, "rollout_temperature") == 0.7

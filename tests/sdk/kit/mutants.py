@@ -28,6 +28,7 @@ from tests.sdk.kit import (
     engine_life_faults,
     manifest_faults,
     rollout_row_faults,
+    rollout_score_faults,
     rollout_serving_faults,
     rollout_state_faults,
     rollout_weight_faults,
@@ -70,7 +71,14 @@ class Target:
 
 
 ENGINE_FAULTS = (engine_faults, engine_life_faults, state_faults, manifest_faults)
-ROLLOUT_FAULTS = (rollout_row_faults, rollout_serving_faults, rollout_state_faults, rollout_weight_faults, state_faults)
+ROLLOUT_FAULTS = (
+    rollout_row_faults,
+    rollout_score_faults,
+    rollout_serving_faults,
+    rollout_state_faults,
+    rollout_weight_faults,
+    state_faults,
+)
 TARGETS = {
     "engine": Target(EngineConformance, "fsdp", mutants_in(ENGINE_FAULTS)),
     "rollout": Target(RolloutConformance, "hf", mutants_in(ROLLOUT_FAULTS)),

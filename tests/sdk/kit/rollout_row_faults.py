@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from core.batch import jagged, object_column, objects, select
+from core.columns import model_inputs
 from core.errors import Refused
 from core.rollout import LogProbKind, SamplingParams
 from sdk.conformance.suites.rollout_base import prompts
@@ -96,6 +97,14 @@ class ReadsPadding(GenerateFault):
 
     def generate(self, batch: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
         return super().generate(batch.exclude("attention_mask"), sampling, min_version=min_version)
+
+
+@caught_by("test_model_inputs_that_it_does_not_read_are_refused_by_name")
+class DropsModelInputs(GenerateFault):
+    """leaves model inputs out that it doesn't read"""
+
+    def generate(self, batch: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
+        return super().generate(batch.exclude(*model_inputs(batch.keys())), sampling, min_version=min_version)
 
 
 @caught_by("test_metadata_say_temperature_and_kind_of_log_probs")

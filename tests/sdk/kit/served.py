@@ -15,6 +15,7 @@ from typing import Any
 
 import attrs
 import torch
+from tensordict import TensorDict
 
 from core.batch import objects
 from core.engine import WeightSpec
@@ -22,10 +23,11 @@ from core.errors import Refused
 from core.rollout import GenerationDelta, MemoryTag, PauseMode, SamplingParams
 from manymesh.parts.checkpoint_weights import read_checkpoint
 from manymesh.parts.event_loop import LoopThread
-from manymesh.parts.rollout_rows import Prompts
+from manymesh.parts.rollout_rows import token_lists
+from manymesh.parts.scoring import RowScore
 from manymesh.parts.served_engine import ServedEngine
 from manymesh.parts.served_rollout import ReleasingServedRollout
-from sdk.conformance.suites.rollout_base import Bucket, prompts, rows_of
+from sdk.conformance.suites.rollout_base import Bucket, prompts, rows_of, sequences
 
 FIRST = 16  # tokens
 
@@ -156,6 +158,20 @@ class ThreadEngine(LoopThread):
 
         return list(await asyncio.gather(*map(whole, requests)))
 
+    async def scores(self, rows: Sequence[Sequence[int]], temperature: float, top_k: int) -> list[RowScore]:
+        with self.lock:
+            out = self.rollout.score(sequences(*rows), temperature=temperature, top_k=top_k)
+        if not top_k:
+            return [(row.tolist()[1:], [[]] * (len(row) - 1)) for row in out["log_probs"].unbind()]
+        columns = (out[name].unbind() for name in ("log_probs", "top_ids", "top_log_probs"))
+        return [
+            (
+                row.tolist()[1:],
+                [list(zip(*best, strict=True)) for best in zip(ids.tolist(), top.tolist(), strict=True)][1:],
+            )
+            for row, ids, top in zip(*columns, strict=True)
+        ]
+
     async def abort(self, request_ids: Sequence[str] | None) -> None:
         for request in self._requests.values():
             request.is_aborted |= request_ids is None or request.id in request_ids
@@ -210,22 +226,23 @@ class Served(ReleasingServedRollout):
         return self._thread, read_checkpoint(self._config.model)[1]
 
     def _requests(
-        self, table: Prompts, sampling: SamplingParams, sample: torch.Tensor, request_ids: Sequence[str]
+        self, asked: TensorDict, sampling: SamplingParams, sample: torch.Tensor, request_ids: Sequence[str]
     ) -> list[Request]:
         """One call samples all rows: those of generate, or row `sample` of a submit's one prompt."""
         if self._thread is None:
             raise Refused("the rollout has no engine")
-        is_one = len(table) == 1
+        is_one = len(asked) == 1
         step = 1 if is_one else sampling.num_samples
-        texts = [row.tolist() for row in table.tokens.split(table.lengths.tolist())]
-        batch = prompts(*texts[::step], prompt_id=table.prompt_id[::step].tolist()) if texts else None
+        texts, ids = token_lists(asked["prompt_ids"]), asked["prompt_id"].tolist()
+        batch = prompts(*texts[::step], prompt_id=ids[::step]) if texts else None
         if batch is None:
             return []
         first = int(sample[0]) if is_one else 0
-        asked = attrs.evolve(sampling, num_samples=first + 1 if is_one else step)
-        sampled = self._thread.sample(batch, asked)
-        ids = table.prompt_id.tolist()
+        sampled = self._thread.sample(batch, attrs.evolve(sampling, num_samples=first + 1 if is_one else step))
         return [
             Request(request_id, texts[i], ids[i], sampling, sampled, first + i)
             for i, request_id in enumerate(request_ids)
         ]
+
+    def _score_limits(self) -> tuple[int, int]:
+        return 64, 512

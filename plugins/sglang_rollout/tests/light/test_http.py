@@ -62,6 +62,47 @@ def test_bodies_and_keys_cross_both_ways() -> None:
     asyncio.run(go())
 
 
+def test_a_proxy_of_the_environment_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port(0)}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+
+    async def go() -> None:
+        async with server(lambda *_: (200, {"is": "here"})) as client:
+            assert await client.call("GET", "/x", timeout_s=10) == {"is": "here"}
+
+    asyncio.run(go())
+
+
+def test_an_answer_that_sends_elsewhere_is_an_error_and_the_key_stays_here() -> None:
+    asked = []
+
+    def answer(path: str, *_: Any) -> Any:
+        asked.append(path)
+        return 307, b""
+
+    async def go() -> None:
+        async with server(answer) as client:
+            await client.call("POST", "/x", {}, timeout_s=10)
+
+    with pytest.raises(ServerError, match=r"refused /x[\s\S]*307"):
+        asyncio.run(go())
+    assert asked == ["/x"]
+
+
+def test_an_answer_of_many_megabytes_comes_whole() -> None:
+    body = {"values": ["x" * 1000] * 20_000}
+
+    async def go() -> None:
+        async with server(lambda *_: (200, body)) as client:
+            assert await client.call("POST", "/x", body, timeout_s=30) == body
+        async with server(lambda *_: [b"data: " + json.dumps(body).encode() + b"\n\n", b"data: [DONE]\n\n"]) as client:
+            assert [event async for event in client.stream("/x", {})] == [body]
+
+    asyncio.run(go())
+
+
 def test_events_come_one_by_one_however_they_are_cut() -> None:
     text = b'data: {"n": 1}\n\ndata: {"n": 2}\n\ndata: [DONE]\n\n'
     pieces = [text[:5], text[5:20], text[20:37], text[37:]]

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 from manymesh.parts.model_rollout import ModelRollout
-from manymesh.parts.padded_rows import PaddedPrompts, cut
+from manymesh.parts.padded_rows import cut, left_padded
 from manymesh.parts.pretrained import load_causal_lm
 from manymesh.parts.rollout_checks import stop_ids
-from manymesh.parts.rollout_rows import Prompts, Responses
+from manymesh.parts.rollout_rows import answer_of_rows, check_prompts, no_responses, read_prompts, repeat_samples
 from manymesh.parts.sampling import ResponseEnd, RowSampler, row_uniforms, stop_strings
 from manymesh.parts.world_mesh import world_mesh, world_size
 from tensordict import TensorDict
 from transformers import DynamicCache
 
-from core.rollout import LogProbKind, SamplingParams
+from core.rollout import SamplingParams
 
 from .config import TemplateRolloutConfig
 from .plan import plan
@@ -60,36 +60,33 @@ class TemplateRollout(ModelRollout):
             ManymeshError: the model gave logits that are not finite.
         """
         version = self._ready().check_can_sample(min_version)
-        asked, hf = Prompts.read(prompts), self._model.config
-        asked.check(hf.vocab_size, hf.max_position_embeddings, sampling.max_new_tokens)
+        asked, hf = read_prompts(prompts), self._model.config
+        check_prompts(asked, hf.vocab_size, hf.max_position_embeddings, sampling.max_new_tokens)
         ends = torch.tensor(stop_ids(sampling, self._eos, hf.vocab_size), dtype=torch.int64, device=self._device)
         strings = stop_strings(sampling, self._tokenizer)
-        sample = torch.arange(sampling.num_samples).repeat(len(asked))
-        rows, uniforms = asked.repeat(sampling.num_samples), None
+        rows, sample = repeat_samples(asked, sampling.num_samples)
+        uniforms = None
         if sampling.temperature:  # 0 is greedy
             seed = int.from_bytes(os.urandom(8)) if sampling.seed is None else sampling.seed
-            uniforms = row_uniforms(seed, rows.prompt_id.cpu(), sample, sampling.max_new_tokens).to(self._device)
-        responses = Responses.none()
+            uniforms = row_uniforms(seed, rows["prompt_id"].cpu(), sample, sampling.max_new_tokens).to(self._device)
+        responses = no_responses()
         if len(rows):
-            padded = PaddedPrompts.of(rows).to(self._device)
+            ids, mask = (each.to(self._device) for each in left_padded(rows["prompt_ids"]))
             sampler = RowSampler(sampling, ends, uniforms)
-            end = ResponseEnd(padded.ids, ends, strings, sampling.min_new_tokens)
-            sequences = self._continue(padded, sampler, end, sampling.max_new_tokens)
+            end = ResponseEnd(ids, ends, strings, sampling.min_new_tokens)
+            sequences = self._continue(ids, mask, sampler, end, sampling.max_new_tokens)
             where = f"weight version {version}, rank {self._mesh.rank}"
-            responses = cut(padded, sequences, sampler.log_probs, end.lengths, where)
-        return responses.batch(
-            rows,
-            weight_version=version,
-            temperature=sampling.temperature,
-            log_prob_kind=LogProbKind(sampling.log_probs).value,
-        )
+            responses = cut(mask, sequences, sampler.log_probs, end.lengths, where)
+        return answer_of_rows(rows, responses, sampling=sampling, weight_version=version)
 
-    def _continue(self, prompts: PaddedPrompts, sampler: RowSampler, end: ResponseEnd, steps: int) -> torch.Tensor:
+    def _continue(
+        self, ids: torch.Tensor, mask: torch.Tensor, sampler: RowSampler, end: ResponseEnd, steps: int
+    ) -> torch.Tensor:
         """All rows, prompt and response, int64 (rows, width + steps taken); rows that ended early go on until all have.
 
         Positions count from a row's first real token, since padding stands on the left.
         """
-        ids, mask, new = prompts.ids, prompts.mask, prompts.ids
+        new = ids
         # Newer versions of transformers have renamed the argument.
         name = "cache" if "cache" in signature(self._model.forward).parameters else "past_key_values"
         past = {name: DynamicCache(config=self._model.config)}
