@@ -164,7 +164,7 @@ def test_they_pass_through_micro_batches_as_they_are(
     assert answered[0] is not None
     log_probs = answered[0]["log_probs"]
     assert [float(values[0]) for values in (log_probs if padded else log_probs.unbind())] == [0, 1, 2, 3, 4]
-    micro_batches: list[TensorDict] = worker.engine.micro_batches
+    micro_batches: list[TensorDict] = worker.engine.micro_batches  # type: ignore[attr-defined]
     assert [len(each) for each in micro_batches] == [2, 2, 1]
     for micro_batch in micro_batches:
         for row, length in enumerate(micro_batch["attention_mask"].sum(1).tolist()):

@@ -113,7 +113,7 @@ class GeneratingWorker(WeightWorker):
         Raises:
             Refused: the rollout doesn't score.
         """
-        rollout = self.receiving_rollout()
+        rollout = self.need_rollout()
         if not isinstance(rollout, ScoringRollout):
             backend = self.rollout_config.backend if self.rollout_config else "?"
             raise Refused(
