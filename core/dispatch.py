@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, get_args, overload
 
 import attrs
 
@@ -19,6 +19,7 @@ from core._calls.call import Execute as Execute
 from core._calls.call import MethodSpec, NumBlocks, RowsPerInput
 from core._calls.call import PerRank as PerRank
 from core._calls.call import RankCall as RankCall
+from core._calls.call import Undeclared as Undeclared
 from core._calls.deal import as_given, deal, each_its_own, not_from_here, to_all, to_rank_zero
 from core._calls.join import Reducer, check_reducers, join, joined_and_own, list_by_rank, of_rank_zero, same_on_all
 from core._calls.join import WeightedMean as WeightedMean
@@ -26,12 +27,76 @@ from core._rows.shards import DealBy
 from core._rows.shards import Uneven as Uneven
 from core.errors import Refused
 
-F = TypeVar("F", bound=Callable[..., Any])
+if TYPE_CHECKING:
+    from core._calls.typed import AnyFuture, AnyResult, JoinedAnswers, ListOfAnswers, ListOfOwnAnswers, OneAnswer
+
+Decorator = TypeVar("Decorator")
 _SPEC = "__manymesh_spec__"
 
 
+class MethodOptions(TypedDict, total=False):
+    """Options of `register`, for type checkers."""
+
+    rows_per_input: RowsPerInput
+    num_blocks: NumBlocks
+    uneven: Uneven
+    deal_by: DealBy
+    reducers: Mapping[str, Reducer] | None
+    timeout_s: float | None
+    columns: Collection[str] | None
+    reads_only: bool
+
+
+@overload
 def register(
-    dispatch_mode: DispatchMode | str | None = None,
+    dispatch_mode: None = None,
+    execute_mode: Literal[Execute.ALL] = ...,
+    blocking: Literal[True] = ...,
+    **options: Unpack[MethodOptions],
+) -> ListOfAnswers: ...
+@overload
+def register(
+    dispatch_mode: DispatchMode[Undeclared],
+    execute_mode: Literal[Execute.ALL] = ...,
+    blocking: Literal[True] = ...,
+    **options: Unpack[MethodOptions],
+) -> AnyResult: ...
+@overload
+def register(
+    dispatch_mode: DispatchMode[Decorator],
+    execute_mode: Literal[Execute.ALL] = ...,
+    blocking: Literal[True] = ...,
+    **options: Unpack[MethodOptions],
+) -> Decorator: ...
+@overload
+def register(
+    dispatch_mode: DispatchMode[Any] | None = None,
+    *,
+    execute_mode: Literal[Execute.RANK_ZERO],
+    blocking: Literal[True] = ...,
+    **options: Unpack[MethodOptions],
+) -> OneAnswer: ...
+@overload
+def register(
+    dispatch_mode: DispatchMode[Any] | None,
+    execute_mode: Literal[Execute.RANK_ZERO],
+    blocking: Literal[True] = ...,
+    **options: Unpack[MethodOptions],
+) -> OneAnswer: ...
+@overload
+def register(
+    dispatch_mode: str, execute_mode: Execute = ..., blocking: bool = ..., **options: Unpack[MethodOptions]
+) -> AnyResult: ...
+@overload
+def register(
+    dispatch_mode: DispatchMode[Any] | None = None,
+    execute_mode: Execute = ...,
+    *,
+    blocking: Literal[False],
+    **options: Unpack[MethodOptions],
+) -> AnyFuture: ...
+def register(
+    dispatch_mode: DispatchMode[Any] | str | None = None,
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
     *,
@@ -43,8 +108,11 @@ def register(
     timeout_s: float | None = None,
     columns: Collection[str] | None = None,
     reads_only: bool = False,
-) -> Callable[[F], F]:
+) -> Any:
     """Make a worker's method callable on its group. Changes nothing but an attribute of the function.
+
+    For type checkers the method has the mode's result where it is called by `group.workers`, and is what it was where a
+    worker calls it. An override that is to be typed there is decorated again.
 
     Args:
         dispatch_mode: how arguments are dealt and answers joined; Dispatch.ONE_TO_ALL when not given. A name is that of
@@ -107,7 +175,7 @@ def register(
         deal_by,
     )
 
-    def mark(function: F) -> F:
+    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
         setattr(function, _SPEC, spec)
         return function
 
@@ -142,13 +210,13 @@ def method_specs(cls: type) -> dict[str, tuple[MethodSpec, Callable[..., Any]]]:
 # ------------------------------------------------------------------------------------------------ ready modes
 
 
-def _by_dp(name: str, mesh: str | None = None) -> DispatchMode:
+def _by_dp(name: str, mesh: str | None = None) -> DispatchMode[JoinedAnswers]:
     return DispatchMode(
         name, deal, join, answering=lambda call: call.route.collected, mesh=mesh, joins_rows=True, on_tables=True
     )
 
 
-def on_mesh(name: str) -> DispatchMode:
+def on_mesh(name: str) -> DispatchMode[JoinedAnswers]:
     """Split batches by the mesh's dp ranks.
 
     Ranks of one dp rank get the same shard. The answers of the collected ranks are joined by dp rank, so that the
@@ -157,7 +225,7 @@ def on_mesh(name: str) -> DispatchMode:
     return _by_dp(f"on_mesh({name!r})", name)
 
 
-def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode[JoinedAnswers]:
     """verl's name of `on_mesh`."""
     return on_mesh(mesh_name)
 
@@ -165,19 +233,19 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
 class Dispatch:
     """The ready dispatch modes."""
 
-    RANK_ZERO = DispatchMode("RANK_ZERO", to_rank_zero, of_rank_zero, on_tables=True)
+    RANK_ZERO: DispatchMode[OneAnswer] = DispatchMode("RANK_ZERO", to_rank_zero, of_rank_zero, on_tables=True)
     """Runs on rank 0 alone; its value."""
 
-    ONE_TO_ALL = DispatchMode("ONE_TO_ALL", to_all, list_by_rank, on_tables=True)
+    ONE_TO_ALL: DispatchMode[ListOfAnswers] = DispatchMode("ONE_TO_ALL", to_all, list_by_rank, on_tables=True)
     """The same arguments to every rank; a list by rank."""
 
-    SAME_ON_ALL = DispatchMode("SAME_ON_ALL", to_all, same_on_all, on_tables=True)
+    SAME_ON_ALL: DispatchMode[OneAnswer] = DispatchMode("SAME_ON_ALL", to_all, same_on_all, on_tables=True)
     """The same arguments to every rank; the one value that they all answer."""
 
-    ALL_TO_ALL = DispatchMode("ALL_TO_ALL", as_given, list_by_rank, on_tables=True)
+    ALL_TO_ALL: DispatchMode[ListOfOwnAnswers] = DispatchMode("ALL_TO_ALL", as_given, list_by_rank, on_tables=True)
     """Arguments as given: a PerRank gives each rank its own, everything else is the same for all. A list by rank."""
 
-    DP_COMPUTE = DispatchMode("DP_COMPUTE", each_its_own, list_by_rank, on_tables=True)
+    DP_COMPUTE: DispatchMode[ListOfOwnAnswers] = DispatchMode("DP_COMPUTE", each_its_own, list_by_rank, on_tables=True)
     """Every argument is a PerRank. A list by rank."""
 
     DP_COMPUTE_PROTO = _by_dp("DP_COMPUTE_PROTO")
@@ -186,8 +254,8 @@ class Dispatch:
     DP_COMPUTE_PROTO_WITH_FUNC = _by_dp("DP_COMPUTE_PROTO_WITH_FUNC")
     """Batches are split over all ranks, a function goes to every one; one batch."""
 
-    DP_COMPUTE_METRIC = attrs.evolve(_by_dp("DP_COMPUTE_METRIC"), collect=joined_and_own)
+    DP_COMPUTE_METRIC: DispatchMode[Any] = attrs.evolve(_by_dp("DP_COMPUTE_METRIC"), collect=joined_and_own)
     """Batches are split over all ranks; (answers joined, a list of every rank's own)."""
 
-    DIRECT_ROLLOUT_METHOD = DispatchMode("DIRECT_ROLLOUT_METHOD", not_from_here, list_by_rank)
+    DIRECT_ROLLOUT_METHOD: DispatchMode = DispatchMode("DIRECT_ROLLOUT_METHOD", not_from_here, list_by_rank)
     """Bound so that a call is refused: requests go to the rollout's server, not through the driver."""

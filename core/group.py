@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, cast
 
 import attrs
 
@@ -16,6 +16,7 @@ from core._calls.call import Call, Command, Execute, MethodSpec
 from core._calls.deal import Arguments, list_meant_per_rank
 from core._rows.wire import decode
 from core._run.build import RayClassWithInitArgs as RayClassWithInitArgs
+from core._run.build import W as W
 from core._run.colocate import ColocatedWorker as ColocatedWorker
 from core._run.colocate import create_colocated_worker_cls as create_colocated_worker_cls
 from core._run.failure import explained
@@ -37,10 +38,10 @@ class _Life:
 
     failure: ManymeshError | None = None
     closed: bool = False
-    under_way: list[Future] = attrs.field(factory=list)
+    under_way: list[Future[Any]] = attrs.field(factory=list)
 
 
-class WorkerGroup:
+class WorkerGroup(Generic[W]):
     """One world of ranks, and the registered methods of their class.
 
     Args:
@@ -59,7 +60,7 @@ class WorkerGroup:
     def __init__(
         self,
         transport: Transport,
-        build: RayClassWithInitArgs,
+        build: RayClassWithInitArgs[W],
         *,
         name: str | None = None,
         timeout_s: float = 7200.0,
@@ -82,6 +83,12 @@ class WorkerGroup:
             transport.end()
             self._life.closed = True
             raise
+
+    @property
+    def workers(self) -> type[W]:
+        """This group, typed as its workers' class: completion and type checkers know `group.workers.method(...)` and
+        `group.workers.method.later(...)`, with the result that the method's dispatch mode gives."""
+        return cast(type[W], self)
 
     @property
     def world_size(self) -> int:
@@ -201,7 +208,7 @@ class WorkerGroup:
 
     # -------------------------------------------------------------------------------------------- calling
 
-    def _submit(self, method: GroupMethod, arguments: inspect.BoundArguments, later: bool) -> Future:
+    def _submit(self, method: GroupMethod[Any, Any, Any], arguments: inspect.BoundArguments, later: bool) -> Future:
         name, spec = method.name, method.spec
         self._check_alive(name)
         mode, began = spec.mode, time.perf_counter()

@@ -78,7 +78,7 @@ def made(cls: type, *args: Any) -> RayClassWithInitArgs:
 
 
 def local(world_size: int = 1, **roles: RayClassWithInitArgs) -> Any:
-    return LocalWorkerGroup(create_colocated_worker_cls(roles), world_size, name="both")
+    return LocalWorkerGroup(create_colocated_worker_cls(roles), world_size=world_size, name="both")
 
 
 def test_each_call_reaches_its_own_role_whatever_roles_and_methods_are_called() -> None:

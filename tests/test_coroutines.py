@@ -68,7 +68,7 @@ def ray_group(ray_cluster: None) -> Iterator[WorkerGroup]:
 def group(request: pytest.FixtureRequest) -> WorkerGroup:
     if request.param == "ray":
         return request.getfixturevalue("ray_group")  # type: ignore[no-any-return]
-    return LocalWorkerGroup(RayClassWithInitArgs(Waiting), 2)
+    return LocalWorkerGroup(RayClassWithInitArgs(Waiting), world_size=2)
 
 
 def test_calls_of_coroutine_methods_overlap_and_begin_in_the_order_in_which_they_were_made(

@@ -25,7 +25,7 @@ PERMUTED = ([1, 1, 0, 0], [0, 2])
 
 
 def local(*args: Any, cls: type = Echo, world_size: int = 4, **kwargs: Any) -> LocalWorkerGroup:
-    return LocalWorkerGroup(RayClassWithInitArgs(cls, *args, **kwargs), world_size)
+    return LocalWorkerGroup(RayClassWithInitArgs(cls, *args, **kwargs), world_size=world_size)
 
 
 @pytest.fixture(scope="module")
@@ -351,7 +351,7 @@ def test_an_override_with_more_arguments_keeps_the_settings_of_its_parent() -> N
 def test_what_is_no_method_of_an_instance_is_refused_at_bind() -> None:
     class Static(Worker):
         @staticmethod
-        @register()
+        @register()  # type: ignore[arg-type]
         def call() -> None: ...
 
     class Named(Worker):
@@ -442,13 +442,13 @@ def test_what_cannot_be_registered_is_refused() -> None:
     with pytest.raises(Refused, match="DispatchMode"):
         register("ONE_TO_ALL")
     with pytest.raises(Refused, match="DispatchMode"):
-        register(7)  # type: ignore[arg-type]
+        register(7)  # type: ignore[call-overload]
     with pytest.raises(Refused, match="'mean'"):
         register(on_mesh("m"), reducers={"loss": "means"})
     with pytest.raises(Refused, match="rows_per_input"):
         register(on_mesh("m"), rows_per_input=None, num_blocks=2)
     with pytest.raises(Refused, match="unknown policy"):
-        register(on_mesh("m"), uneven="paddd")  # type: ignore[arg-type]
+        register(on_mesh("m"), uneven="paddd")  # type: ignore[call-overload]
     with pytest.raises(Refused, match="all its ranks"):
         register(on_mesh("m"), Execute.RANK_ZERO)
 

@@ -35,9 +35,10 @@ class Giving(Worker):
         return batch
 
 
+_register: Any = register  # policy and blocking are known only when it runs
 for _policy in ("error", "pad", "ragged"):
 
-    @register(on_mesh("m"), blocking=_policy != "pad", uneven=_policy, num_blocks=lambda batch, blocks: blocks)
+    @_register(on_mesh("m"), blocking=_policy != "pad", uneven=_policy, num_blocks=lambda batch, blocks: blocks)
     def _method(self: Giving, batch: Any, blocks: int) -> Any:
         return self._back(batch, blocks)
 
@@ -76,7 +77,7 @@ def calls(draw: Any) -> tuple[LocalWorkerGroup, TensorDict, Uneven, int]:
     width = draw(st.integers(1, 8 // dp_size))
     dp_ranks = draw(st.permutations([dp for dp in range(dp_size) for _ in range(width)]))
     collected = [draw(st.sampled_from([r for r, d in enumerate(dp_ranks) if d == dp])) for dp in range(dp_size)]
-    group = LocalWorkerGroup(RayClassWithInitArgs(Giving, dp_ranks, collected), dp_size * width)
+    group = LocalWorkerGroup(RayClassWithInitArgs(Giving, dp_ranks, collected), world_size=dp_size * width)
     rows, blocks = draw(st.integers(1, 12)), draw(st.integers(1, 3))
     return group, draw(batches(rows)), draw(st.sampled_from(["error", "pad", "ragged"])), blocks
 

@@ -134,7 +134,7 @@ def test_no_refusal_reaches_the_driver_once_the_workers_have_run(method: str, ki
     batch = TensorDict(
         {"x": torch.arange(float(rows)), "t": jagged([torch.arange(i % 3) for i in range(rows)])}, [rows]
     )
-    group = LocalWorkerGroup(RayClassWithInitArgs(Answering, world_size), world_size)
+    group = LocalWorkerGroup(RayClassWithInitArgs(Answering, world_size), world_size=world_size)
     call = getattr(group, method)
     error: ManymeshError | None = None
     try:
@@ -150,7 +150,7 @@ def test_no_refusal_reaches_the_driver_once_the_workers_have_run(method: str, ki
 
 
 def test_what_a_bad_answer_says_is_kept_when_it_comes_from_a_plugins_own_collect() -> None:
-    group = LocalWorkerGroup(RayClassWithInitArgs(Answering, 1), 1)
+    group = LocalWorkerGroup(RayClassWithInitArgs(Answering, 1), world_size=1)
     batch = TensorDict({"x": torch.arange(2)}, batch_size=[2])
     with pytest.raises(BadAnswer, match="a plugin's collect that refuses") as error:
         group.of_a_plugin(["rows"], batch)

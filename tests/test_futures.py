@@ -94,8 +94,8 @@ def groups(request: pytest.FixtureRequest) -> tuple[WorkerGroup, WorkerGroup]:
     """A maker with dp 3 over four ranks, and a taker with dp 2, whose dp ranks are permuted."""
     if request.param == "ray":
         return request.getfixturevalue("ray_groups")  # type: ignore[no-any-return]
-    maker = LocalWorkerGroup(RayClassWithInitArgs(Echo, [1, 1, 2, 0], [0, 2, 3]), 4, name="maker")
-    return maker, LocalWorkerGroup(RayClassWithInitArgs(Echo, [1, 0], [0, 1]), 2, name="taker")
+    maker = LocalWorkerGroup(RayClassWithInitArgs(Echo, [1, 1, 2, 0], [0, 2, 3]), world_size=4, name="maker")
+    return maker, LocalWorkerGroup(RayClassWithInitArgs(Echo, [1, 0], [0, 1]), world_size=2, name="taker")
 
 
 def same(a: TensorDict, b: TensorDict) -> bool:

@@ -61,7 +61,9 @@ class Raising(Observer):
 
 def observed(*observers: Observer, cls: type = Echo, world_size: int = 2, **kwargs: Any) -> LocalWorkerGroup:
     ranks = list(range(world_size))
-    return LocalWorkerGroup(RayClassWithInitArgs(cls, ranks, ranks), world_size, observers=observers, **kwargs)
+    return LocalWorkerGroup(
+        RayClassWithInitArgs(cls, ranks, ranks), world_size=world_size, observers=observers, **kwargs
+    )
 
 
 def test_an_observer_is_told_of_every_step_of_a_call_with_rows_bytes_and_times() -> None:

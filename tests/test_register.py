@@ -17,7 +17,7 @@ from core._rows.wire import encode
 from core._run.host import WorkerHost
 from core.batch import object_column, objects
 from core.dispatch import on_mesh, register
-from core.errors import RegistryError, WorkerFailed
+from core.errors import Refused, RegistryError, WorkerFailed
 from core.group import RayClassWithInitArgs
 from core.registry import EngineRegistry
 from core.transport.local import LocalWorkerGroup
@@ -73,7 +73,7 @@ def test_a_method_that_writes_although_it_said_not_to_is_named_with_rank_and_col
     monkeypatch: pytest.MonkeyPatch, how: str, told: str
 ) -> None:
     monkeypatch.setenv("MANYMESH_CHECK_READS", "1")
-    group = LocalWorkerGroup(RayClassWithInitArgs(Reading), 2)
+    group = LocalWorkerGroup(RayClassWithInitArgs(Reading), world_size=2)
     assert group.reads(batch_of())["sum"].tolist() == [0, 1, 4, 5]
     with pytest.raises(WorkerFailed) as failure:
         group.lies(batch_of(), np.arange(2), 1, how)
@@ -83,7 +83,7 @@ def test_a_method_that_writes_although_it_said_not_to_is_named_with_rank_and_col
 def test_a_column_that_a_reader_adds_is_no_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MANYMESH_CHECK_READS", "1")
     batch = batch_of()
-    LocalWorkerGroup(RayClassWithInitArgs(Reading), 2).reads(batch, other=batch)
+    LocalWorkerGroup(RayClassWithInitArgs(Reading), world_size=2).reads(batch, other=batch)
     assert set(batch.keys()) == {"x", "y", "names"}
 
 
@@ -93,7 +93,7 @@ def test_only_the_columns_that_a_method_asks_for_are_sent() -> None:
         def some(self, batch: Any) -> Any:
             return [sorted(batch.keys())]
 
-    group = LocalWorkerGroup(RayClassWithInitArgs(Choosy), 2)
+    group = LocalWorkerGroup(RayClassWithInitArgs(Choosy), world_size=2)
     assert group.some(batch_of()) == [[["x"]], [["x"]]]
     assert group.some(batch_of(3)) == [[["row_weight", "x"]], [["row_weight", "x"]]]
 
@@ -134,10 +134,28 @@ def named(mode: str) -> type[Worker]:
 def test_a_plugins_mode_is_registered_by_its_name(with_their_mode: None) -> None:
     cls = named("their_mode")
     assert "their_modes" not in sys.modules  # a class is defined without asking plugins
-    assert LocalWorkerGroup(RayClassWithInitArgs(cls), 3).number() == 6
-    assert LocalWorkerGroup(RayClassWithInitArgs(named("acme-modes:their_mode")), 3).number() == 6
+    assert LocalWorkerGroup(RayClassWithInitArgs(cls), world_size=3).number() == 6
+    assert LocalWorkerGroup(RayClassWithInitArgs(named("acme-modes:their_mode")), world_size=3).number() == 6
 
 
 def test_an_unknown_mode_is_refused_with_the_nearest_name(with_their_mode: None) -> None:
     with pytest.raises(RegistryError, match="did you mean 'their_mode'"):
         LocalWorkerGroup(RayClassWithInitArgs(named("their_mod")))
+
+
+def test_a_group_takes_a_class_and_its_arguments_and_keywords_are_the_groups_own() -> None:
+    class Named(Worker):
+        def __init__(self, prefix: str, name: str = "worker") -> None:
+            self.full_name = prefix + name
+
+        @register()
+        def full(self) -> str:
+            return self.full_name
+
+    group = LocalWorkerGroup(Named, "a ", world_size=2, name="group")
+    assert (group.name, group.workers.full()) == ("group", ["a worker", "a worker"])
+    assert LocalWorkerGroup(Named, "a ", "b").workers.full() == ["a b"]
+    assert LocalWorkerGroup(RayClassWithInitArgs(Named, "a ", name="c")).workers.full() == ["a c"]
+    with pytest.raises(Refused, match="already has its arguments") as refused:
+        LocalWorkerGroup(RayClassWithInitArgs(Named, "a "), 2)
+    assert "world_size is a keyword" in refused.value.mend

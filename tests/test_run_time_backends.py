@@ -109,7 +109,7 @@ def test_a_registered_dispatch_mode_is_used_by_its_name(registry: EngineRegistry
         def number(self) -> int:
             return self.rank + 1
 
-    assert LocalWorkerGroup(RayClassWithInitArgs(Counting), 3).number() == 6
+    assert LocalWorkerGroup(RayClassWithInitArgs(Counting), world_size=3).number() == 6
 
 
 class Asking(Worker):

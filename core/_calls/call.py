@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import attrs
 
@@ -15,6 +15,17 @@ from core.mesh import Route
 
 RowsPerInput = int | str | Callable[..., int] | None
 NumBlocks = int | str | Callable[..., int]
+
+if TYPE_CHECKING:
+    import typing_extensions
+
+    Decorator_co = typing_extensions.TypeVar("Decorator_co", covariant=True, default="Undeclared")
+else:
+    Decorator_co = TypeVar("Decorator_co", covariant=True)
+
+
+class Undeclared:
+    """For type checkers: a DispatchMode that doesn't say what it makes of a method's type."""
 
 
 class Execute(Enum):
@@ -135,8 +146,10 @@ class Call:
 
 
 @attrs.frozen
-class DispatchMode:
+class DispatchMode(Generic[Decorator_co]):
     """A rule to deal and join.
+
+    For type checkers its parameter is the decorator that `register` then is; see core._calls.typed.
 
     Attributes:
         dispatch: from a Call one RankCall for each rank, None for a rank that shall not run.
@@ -161,7 +174,7 @@ class DispatchMode:
 class MethodSpec:
     """What `register` hangs on a method."""
 
-    dispatch_mode: DispatchMode | str
+    dispatch_mode: DispatchMode[Any] | str
     execute_mode: Execute = Execute.ALL
     blocking: bool = True
     rows_per_input: RowsPerInput = 1
@@ -174,7 +187,7 @@ class MethodSpec:
     deal_by: DealBy = "rows"
 
     @property
-    def mode(self) -> DispatchMode:
+    def mode(self) -> DispatchMode[Any]:
         """The mode, which a name of a plugin's has become when the class was bound."""
         assert isinstance(self.dispatch_mode, DispatchMode)
         return self.dispatch_mode

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from core._rows.table import Deferred, Table
 from core._rows.wire import mapped, table_of
-from core._run.transport import Ticket
 from core.errors import BadAnswer, ManymeshError, Refused
 
+if TYPE_CHECKING:
+    import typing_extensions
 
-class Future(Deferred):
+    Result_co = typing_extensions.TypeVar("Result_co", covariant=True, default=Any)
+else:
+    Result_co = TypeVar("Result_co", covariant=True)
+
+
+class UnderWay(Protocol):
+    """A call under way; a transport's Ticket is one."""
+
+    def done(self) -> bool: ...
+
+
+class Future(Deferred, Generic[Result_co]):
     """A call's result, later.
 
     Handed to another group's method as it is, its rows go from workers to workers, dealt anew for that group's mesh.
     They lie with the workers that made them: they can be had as long as that group is alive.
     """
 
-    def __init__(self, ticket: Ticket | None, finish: Callable[[], Any] | None, value: Any = None) -> None:
+    def __init__(self, ticket: UnderWay | None, finish: Callable[[], Any] | None, value: Any = None) -> None:
         self._ticket, self._finish = ticket, finish
         self._outcome: tuple[bool, Any] | None = None if finish else (True, value)
         self._result: Any = None
@@ -28,7 +40,7 @@ class Future(Deferred):
         """Whether the ranks have run it."""
         return self._outcome is not None or (self._ticket is not None and self._ticket.done())
 
-    def result(self) -> Any:
+    def result(self) -> Result_co:
         """Wait for the result. Raises what a plain call would; a second call gives the same.
 
         Raises:
@@ -40,7 +52,8 @@ class Future(Deferred):
                 self._result = mapped(value, lambda item: item.batch() if isinstance(item, Table) else item)
             except Refused as error:
                 raise BadAnswer.of(error) from error
-        return self._result
+        result: Result_co = self._result
+        return result
 
     def __getitem__(self, key: Any) -> Any:
         """A part of the result: a column of a batch, which alone is fetched; or an item of a tuple or dict, as a Future

@@ -5,17 +5,23 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from core._calls.call import MethodSpec
 from core._run.future import Future
 
+P = ParamSpec("P")
+Rest = ParamSpec("Rest")
+Batch = TypeVar("Batch")
+Called_co = TypeVar("Called_co", covariant=True)
+Result_co = TypeVar("Result_co", covariant=True)
 
-class GroupMethod:
+
+class GroupMethod(Generic[P, Called_co, Result_co]):
     """Called like the worker's method, with its signature and docstring.
 
     Calls reach each worker in the order in which they were made. A worker runs them one after another; those of
-    coroutine methods begin in that order and then overlap.
+    coroutine methods begin in that order and then overlap. The first argument may be a Future.
 
     Args:
         group: the group's name.
@@ -31,7 +37,7 @@ class GroupMethod:
         spec: MethodSpec,
         function: Callable[..., Any],
         group: str,
-        submit: Callable[[GroupMethod, inspect.BoundArguments, bool], Future],
+        submit: Callable[[GroupMethod[Any, Any, Any], inspect.BoundArguments, bool], Future[Any]],
     ) -> None:
         functools.update_wrapper(self, function)
         signature = inspect.signature(function)
@@ -40,12 +46,32 @@ class GroupMethod:
         self.name, self.spec, self._submit = name, spec, submit
         self.overlaps = inspect.iscoroutinefunction(function)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Called_co: ...
+    @overload
+    def __call__(
+        self: GroupMethod[Concatenate[Batch, Rest], Called_co, Result_co],
+        batch: Future[Batch],
+        /,
+        *args: Rest.args,
+        **kwargs: Rest.kwargs,
+    ) -> Called_co: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[misc]
         """Run it; as its registration says wait for the result, or give a Future."""
         future = self._submit(self, self._arguments(args, kwargs), not self.spec.blocking)
         return future.settled() if self.spec.blocking else future
 
-    def later(self, *args: Any, **kwargs: Any) -> Future:
+    @overload
+    def later(self, *args: P.args, **kwargs: P.kwargs) -> Future[Result_co]: ...
+    @overload
+    def later(
+        self: GroupMethod[Concatenate[Batch, Rest], Called_co, Result_co],
+        batch: Future[Batch],
+        /,
+        *args: Rest.args,
+        **kwargs: Rest.kwargs,
+    ) -> Future[Result_co]: ...
+    def later(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[misc]
         """Run it, and give a Future. Batches of the result stay with the workers until somebody needs them."""
         return self._submit(self, self._arguments(args, kwargs), True)
 

@@ -24,7 +24,7 @@ from core._run.host import WorkerHost
 from core._run.observers import MethodRun, Observer
 from core._run.transport import Answered, BadlyAnswered, Identity, Outcome, Raised, RefusedIt
 from core.errors import BadAnswer, Refused
-from core.group import WorkerGroup
+from core.group import W, WorkerGroup
 from core.worker import WorkerContext, placed
 
 
@@ -189,11 +189,12 @@ def answer_digests(answer: Any) -> dict[str, str]:
     return digests(contents([encode(answer)]))
 
 
-class LocalWorkerGroup(WorkerGroup):
+class LocalWorkerGroup(WorkerGroup[W]):
     """A WorkerGroup in this process.
 
     Args:
-        build: what to construct on each rank.
+        worker: the class to construct on each rank, or a RayClassWithInitArgs.
+        args: of its constructor; keyword arguments are given by a RayClassWithInitArgs.
         world_size: number of ranks, run in turn.
 
     Raises:
@@ -202,14 +203,15 @@ class LocalWorkerGroup(WorkerGroup):
 
     def __init__(
         self,
-        build: RayClassWithInitArgs,
+        worker: type[W] | RayClassWithInitArgs[W],
+        *args: Any,
         world_size: int = 1,
-        *,
         name: str | None = None,
         timeout_s: float = 7200.0,
         observers: Sequence[Observer] = (),
     ) -> None:
         if world_size < 1:
             raise Refused("a group has at least one rank", have=world_size)
+        build = RayClassWithInitArgs.of(worker, args)
         transport = LocalTransport(world_size, name or build.cls.__name__)
         super().__init__(transport, build, name=name, timeout_s=timeout_s, observers=observers)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from core._plugins.shadow import check_packages
-from core.group import Observer, RayClassWithInitArgs, WorkerGroup
+from core.group import Observer, RayClassWithInitArgs, W, WorkerGroup
 from core.transport.ray.actors import RayTransport
 from core.transport.ray.environment import checked_python
 from core.transport.ray.pool import RayResourcePool, need_ray
 
 
-class RayWorkerGroup(WorkerGroup):
+class RayWorkerGroup(WorkerGroup[W]):
     """One Ray actor a rank, filling a pool.
 
     Args:
         resource_pool: where the actors run; placed now if it is not yet.
-        ray_cls_with_init: what to construct on each rank.
+        ray_cls_with_init: the class to construct on each rank, or a RayClassWithInitArgs.
+        args: of its constructor; keyword arguments are given by a RayClassWithInitArgs, since keywords are the group's.
         name: for errors; the class's name when not given.
         env: environment variables of the actors' processes.
         python: interpreter of the environment that the actors run in, on all nodes; None for the driver's own.
@@ -34,8 +36,8 @@ class RayWorkerGroup(WorkerGroup):
     def __init__(
         self,
         resource_pool: RayResourcePool,
-        ray_cls_with_init: RayClassWithInitArgs,
-        *,
+        ray_cls_with_init: type[W] | RayClassWithInitArgs[W],
+        *args: Any,
         name: str | None = None,
         env: Mapping[str, str] | None = None,
         python: str | None = None,
@@ -45,15 +47,10 @@ class RayWorkerGroup(WorkerGroup):
     ) -> None:
         need_ray()
         check_packages()  # a user's folder named core would be what the workers import
-        name = name or ray_cls_with_init.cls.__name__
-        methods = ray_cls_with_init.methods()
+        build = RayClassWithInitArgs.of(ray_cls_with_init, args)
+        name, methods = name or build.cls.__name__, build.methods()
         python = checked_python(python) if python is not None else None
         transport = RayTransport(resource_pool, name, methods, env or {}, start_timeout_s, python)
         super().__init__(
-            transport,
-            ray_cls_with_init,
-            name=name,
-            timeout_s=timeout_s,
-            start_timeout_s=start_timeout_s,
-            observers=observers,
+            transport, build, name=name, timeout_s=timeout_s, start_timeout_s=start_timeout_s, observers=observers
         )

@@ -96,7 +96,7 @@ class DispatchSuite(Conformance):
         return cls.entry().load("factory")
 
     def group(self, world_size: int) -> Any:
-        return LocalWorkerGroup(RayClassWithInitArgs(probe(self.mode())), world_size)
+        return LocalWorkerGroup(RayClassWithInitArgs(probe(self.mode())), world_size=world_size)
 
     def test_its_factory_is_a_dispatch_mode(self) -> None:
         mode = self.mode()
