@@ -8,7 +8,7 @@ rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import attrs
 import torch
@@ -26,12 +26,21 @@ from core._rows.columns import (
     ragged_dim,
     starts,
 )
-from core._rows.memory_pool import PAGES, SMALL_BYTES
 from core._rows.shards import Range, Shard, are_in_order
 from core._rows.table import Get, PartTable, WholeTable
-from core._rows.wire_tensor import equal, num_bytes, shared, to_wire
+from core._rows.wire_tensor import (
+    WireTensor,
+    concatenated,
+    cut_offsets,
+    equal,
+    joined_offsets,
+    num_bytes,
+    shared,
+    to_wire,
+)
 from core.errors import Refused
 
+R = TypeVar("R", bound="Rows")
 FEW_RANGES = 16  # more of them are picked row by row
 
 
@@ -64,7 +73,7 @@ class Metadata:
 
 
 @attrs.frozen(eq=False)
-class Rows(WholeTable, PartTable):
+class Rows(WholeTable):
     """A batch's columns by name: tensors (rows, ...), Jagged, Objects, Metadata, or Rows.
 
     Attributes:
@@ -74,7 +83,8 @@ class Rows(WholeTable, PartTable):
 
     num: int
     columns: dict[str, Any]
-    offsets: list[torch.Tensor]
+    offsets: list[Any]
+    _wire: Any = attrs.field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, batch: TensorDictBase) -> Rows:
@@ -112,12 +122,11 @@ class Rows(WholeTable, PartTable):
     def result(self, source: Any, origin: str) -> TensorDict:
         return self.batch()
 
-    @staticmethod
-    def joined(parts: Sequence[Rows], where: str = "") -> Rows:
-        return Rows.concat([part.map_tensors(shared) for part in parts], where)
-
-    def on_wire(self) -> Rows:
-        return self.map_tensors(to_wire, lambda objects: objects.pickled())
+    def on_wire(self) -> WireRows:
+        if self._wire is None:  # once, whatever number of shards is cut from it
+            object.__setattr__(self, "_wire", self._map(WireRows, to_wire, lambda objects: objects.pickled()))
+        wire: WireRows = self._wire
+        return wire
 
     @property
     def nbytes(self) -> int:
@@ -126,8 +135,6 @@ class Rows(WholeTable, PartTable):
 
     def batch(self, get: Get | None = None, tensor: Callable[[Any], Any] | None = None) -> TensorDict:
         """The TensorDict again. Columns that share offsets can be computed with together."""
-        if tensor is not None:
-            return self.map_tensors(tensor).batch()
 
         def whole(column: Any) -> Any:
             match column:
@@ -146,17 +153,19 @@ class Rows(WholeTable, PartTable):
         # Unsafe is what isn't checked: `set` asks each column for its shape, which of a nested one is a dispatch.
         return TensorDict._new_unsafe(table, torch.Size([self.num]))
 
-    def take(self, ranges: Sequence[Range]) -> Rows:
+    def take(self, ranges: Sequence[Range]) -> Self:
         """The rows of the ranges, in the order given. One range gives views, several give copies."""
         if len(ranges) != 1:
-            return Rows.concat([self.take([each]) for each in ranges or [(0, 0)]])
+            return type(self).concat([self.take([each]) for each in ranges or [(0, 0)]])
         start, stop = ranges[0]
+
+        edges = [self._edges(offsets, start, stop) for offsets in self.offsets]
 
         def cut(column: Any) -> Any:
             match column:
                 case Jagged():
-                    old = self.offsets[column.offsets]
-                    return Jagged(column.values[int(old[start]) : int(old[stop])], column.offsets, column.dim)
+                    low, high = edges[column.offsets]
+                    return Jagged(column.values[low:high], column.offsets, column.dim)
                 case Objects():
                     return Objects(column.values[start:stop])
                 case Rows():
@@ -165,7 +174,8 @@ class Rows(WholeTable, PartTable):
                     return column
             return column[start:stop]
 
-        return self._map(stop - start, cut, [old[start : stop + 1] - old[start] for old in self.offsets])
+        columns = {name: cut(column) for name, column in self.columns.items()}
+        return type(self)(stop - start, columns, [self._cut_offsets(old, start, stop) for old in self.offsets])
 
     def select(self, index: torch.Tensor) -> Rows:
         """Copies of the rows in `index` (int64), in that order; rows may repeat."""
@@ -189,7 +199,7 @@ class Rows(WholeTable, PartTable):
                     return column
             return column[index.to(column.device)]
 
-        return self._map(len(index), pick, new)
+        return Rows(len(index), {name: pick(column) for name, column in self.columns.items()}, new)
 
     def weighted(self, copies: Sequence[int]) -> Rows:
         """The same with `row_weight`, which is 0 for filler, and groups that are filler told apart.
@@ -205,26 +215,24 @@ class Rows(WholeTable, PartTable):
         return Rows(self.num, columns, self.offsets)
 
     def only(self, wanted: Callable[[str], bool]) -> Rows:
-        return Rows(self.num, {name: each for name, each in self.columns.items() if wanted(name)}, self.offsets)
+        return type(self)(self.num, {name: c for name, c in self.columns.items() if wanted(name)}, self.offsets)
 
     def shard(self, shard: Shard, *, with_weights: bool) -> Rows:
         ranges = shard.ranges()
-        if len(ranges) <= FEW_RANGES:
-            rows = self.take(ranges)
-        else:
-            rows = self.select(torch.tensor([row for start, stop in ranges for row in range(start, stop)]))
+        if len(ranges) <= FEW_RANGES and not with_weights:
+            return self.on_wire().take(ranges)
+        rows = self.select(torch.tensor([row for start, stop in ranges for row in range(start, stop)]))
         return rows.weighted(shard.copies()) if with_weights else rows
 
-    def row_tokens(self, tensor: Callable[[Any], torch.Tensor] = lambda tensor: tensor) -> list[int] | None:
-        """`tensor` makes a tensor of its form on the wire, where the rows have that form."""
+    def row_tokens(self) -> list[int] | None:
         lengths: list[int]
         for name in ("input_ids", "prompt_ids", *self.columns):
             if isinstance(column := self.columns.get(name), Jagged):
-                lengths = tensor(self.offsets[column.offsets]).diff().tolist()
+                lengths = self.offsets[column.offsets].diff().tolist()
                 return lengths
         if (mask := self.columns.get("attention_mask")) is None:
             return None
-        lengths = tensor(mask).bool().sum(1).tolist()
+        lengths = mask.bool().sum(1).tolist()
         return lengths
 
     def row_groups(self) -> list[int] | None:
@@ -237,28 +245,44 @@ class Rows(WholeTable, PartTable):
         back = torch.argsort(order, stable=True)[int((order < 0).sum()) :]
         return self.select((back[:, None] * rows_per_input + torch.arange(rows_per_input)).reshape(-1))
 
-    def _map(self, num: int, of_column: Callable[[Any], Any], offsets: list[torch.Tensor]) -> Rows:
-        return Rows(num, {name: of_column(column) for name, column in self.columns.items()}, offsets)
-
-    def map_tensors(self, function: Callable[[Any], Any], objects: Callable[[Any], Any] = lambda each: each) -> Rows:
-        """The same with every tensor and object column replaced, for instance by its form on the wire."""
+    def _map(self, cls: type[R], tensor: Callable[[Any], Any], objects: Callable[[Any], Any]) -> R:
+        """The same as `cls`, with every tensor and object column replaced."""
 
         def of(column: Any) -> Any:
             match column:
                 case Jagged():
-                    return Jagged(function(column.values), column.offsets, column.dim)
+                    return Jagged(tensor(column.values), column.offsets, column.dim)
                 case Rows():
-                    return column.map_tensors(function, objects)
+                    return column._map(cls, tensor, objects)
                 case Objects():
                     return objects(column)
                 case Metadata():
                     return column
-            return function(column)
+            return tensor(column)
 
-        return self._map(self.num, of, [function(each) for each in self.offsets])
+        columns = {name: of(column) for name, column in self.columns.items()}
+        return cls(self.num, columns, [tensor(offsets) for offsets in self.offsets])
+
+    # What differs between tensors and arrays.
 
     @staticmethod
-    def concat(parts: Sequence[Rows], where: str = "") -> Rows:
+    def _edges(offsets: Any, start: int, stop: int) -> tuple[int, int]:
+        return int(offsets[start]), int(offsets[stop])
+
+    @staticmethod
+    def _cut_offsets(offsets: Any, start: int, stop: int) -> Any:
+        return offsets[start : stop + 1] - offsets[start]
+
+    @staticmethod
+    def _join_offsets(parts: Sequence[Any]) -> Any:
+        return starts(torch.cat([offsets.diff() for offsets in parts]))
+
+    @staticmethod
+    def _join(parts: Sequence[Any]) -> Any:
+        return torch.cat(list(parts))
+
+    @classmethod
+    def concat(cls, parts: Sequence[Rows], where: str = "") -> Self:
         """Rows of all parts one after another, always copies.
 
         Raises:
@@ -267,42 +291,73 @@ class Rows(WholeTable, PartTable):
         if not parts:
             raise Refused("there is no batch to concatenate", where=where)
         check_forms([{name: form_of(each) for name, each in part.columns.items()} for part in parts], where)
-        offsets: list[torch.Tensor] = []
-        joined: dict[tuple[int, ...], int] = {}  # which of the parts' offsets were joined to which
+        offsets: list[Any] = []
+        places: dict[tuple[int, ...], int] = {}  # which of the parts' offsets were joined to which
 
         def join(name: str) -> Any:
             columns = [part.columns[name] for part in parts]
             match columns[0]:
                 case Jagged():
                     key = tuple(column.offsets for column in columns)
-                    if key not in joined:
-                        joined[key] = len(offsets)
-                        lengths = [part.offsets[i].diff() for part, i in zip(parts, key, strict=True)]
-                        offsets.append(starts(torch.cat(lengths)))
-                    return Jagged(_cat([column.values for column in columns]), joined[key], columns[0].dim)
+                    if key not in places:
+                        places[key] = len(offsets)
+                        offsets.append(cls._join_offsets([part.offsets[i] for part, i in zip(parts, key, strict=True)]))
+                    return Jagged(cls._join([column.values for column in columns]), places[key], columns[0].dim)
                 case Objects():
                     if all(column.pickles for column in columns):
-                        return Objects(None, [each for column in columns for each in column.pickles])
+                        return Objects(None, [data for column in columns for data in column.pickles])
                     return Objects([value for column in columns for value in column.values])
                 case Metadata():
                     check_metadata(name, [column.value for column in columns], where)
                     return columns[0]
                 case Rows():
-                    return Rows.concat(columns, where)
-            return _cat(columns)
+                    return cls.concat(columns, where)
+            return cls._join(columns)
 
         table = {name: join(name) for name in parts[0].columns}
-        return Rows(sum(part.num for part in parts), table, offsets)
+        return cls(sum(part.num for part in parts), table, offsets)
 
 
-def _cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """torch.cat, into memory that was used before where there is some."""
-    first, num = tensors[0], sum(len(each) for each in tensors)
-    num_bytes = num * first[:1].numel() * first.element_size()
-    if num_bytes < SMALL_BYTES or first.device.type != "cpu":
-        return torch.cat(list(tensors))
-    out = torch.from_numpy(PAGES.take(num_bytes)).view(first.dtype).view(num, *first.shape[1:])
-    return torch.cat(list(tensors), out=out)
+class WireRows(Rows, PartTable):
+    """Rows in the form that crosses between processes: their tensors are WireTensors, whose rows cost less to cut and
+    join."""
+
+    def on_wire(self) -> WireRows:
+        return self
+
+    def result(self, source: Any, origin: str) -> TensorDict:
+        return self.tensors().batch()  # joined, so in memory of its own
+
+    def batch(self, get: Get | None = None, tensor: Callable[[Any], Any] | None = None) -> TensorDict:
+        return self.tensors(tensor or shared).batch()
+
+    def restored(self, shards: tuple[Shard, ...], rows_per_input: int) -> Rows:
+        return self if are_in_order(shards) else self.tensors().restored(shards, rows_per_input)
+
+    def row_tokens(self) -> list[int] | None:
+        return self.tensors().row_tokens()
+
+    def row_groups(self) -> list[int] | None:
+        return self.tensors().row_groups()
+
+    def select(self, index: torch.Tensor) -> Rows:
+        return self.tensors().select(index)
+
+    def tensors(self, tensor: Callable[[Any], Any] = shared) -> Rows:
+        """The rows with tensors, each made by `tensor` of its WireTensor."""
+        return self._map(Rows, tensor, lambda objects: objects)
+
+    @staticmethod
+    def joined(parts: Sequence[WireRows], where: str = "") -> WireRows:
+        return WireRows.concat(parts, where)
+
+    @staticmethod
+    def _edges(offsets: WireTensor, start: int, stop: int) -> tuple[int, int]:
+        return int(offsets.array[start]), int(offsets.array[stop])
+
+    _cut_offsets = staticmethod(cut_offsets)
+    _join_offsets = staticmethod(joined_offsets)
+    _join = staticmethod(concatenated)
 
 
 def form_of(column: Any) -> tuple[Any, ...]:

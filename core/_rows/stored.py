@@ -16,13 +16,13 @@ import attrs
 
 from core._rows.shards import Range, Run, Shard, located, runs_of
 from core._rows.table import Get, PartTable, Table, WholeTable
-from core._rows.wire_tensor import num_bytes, shared, to_wire
+from core._rows.wire_tensor import num_bytes
 from core.errors import Refused
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from core._rows.rows import Rows
+    from core._rows.rows import Rows, WireRows
 
 OWN_OBJECT_BYTES = 1 << 20
 INLINE_BYTES = 64 << 10  # rows of fewer bytes travel with the answer
@@ -47,7 +47,7 @@ class StoredPart(PartTable):
     row_groups: Sequence[int] | None = None
 
     @classmethod
-    def of(cls, rows: Rows, rank: int, put: Callable[[Any], Any]) -> StoredPart:
+    def of(cls, rows: WireRows, rank: int, put: Callable[[Any], Any]) -> StoredPart:
         """Put rows, which are in the form for the wire, into the store."""
         from core._rows.rows import Metadata, form_of
 
@@ -57,8 +57,8 @@ class StoredPart(PartTable):
         rest = put(rest) if num_bytes(rest) > INLINE_BYTES else rest
         forms = {name: form_of(column) for name, column in rows.columns.items()}
         metadata = {name: column.value for name, column in rows.columns.items() if isinstance(column, Metadata)}
-        groups = shared(rows.columns["group_id"]).tolist() if forms.get("group_id") == ("dense", "int64") else None
-        return cls(rank, rows.num, forms, metadata, rest, own, rows.row_tokens(shared), groups)
+        groups = rows.row_groups() if forms.get("group_id") == ("dense", "int64") else None
+        return cls(rank, rows.num, forms, metadata, rest, own, rows.row_tokens(), groups)
 
     def __len__(self) -> int:
         return self.num
@@ -79,22 +79,21 @@ class StoredPart(PartTable):
     def batch(self, get: Get | None = None, tensor: Callable[[Any], Any] | None = None) -> TensorDict:
         return StoredPart.joined([self]).to_fetch([(0, self.num)]).batch(get)
 
-    def fetched(self, get: Get, columns: Collection[str] | None = None) -> Rows:
+    def fetched(self, get: Get, columns: Collection[str] | None = None) -> WireRows:
         """The rows, on the wire; only these columns where given."""
-        from core._rows.rows import Rows
+        from core._rows.rows import WireRows
 
         own = {name: handle for name, handle in self.own.items() if columns is None or name in columns}
-        inline = isinstance(self.rest, Rows)
+        inline = isinstance(self.rest, WireRows)
         values = get([*own.values(), *([] if inline else [self.rest])])
-        rest: Rows = self.rest if inline else values.pop()
+        rest: WireRows = self.rest if inline else values.pop()
         by_name = rest.columns | dict(zip(own, values, strict=True))
         names = [name for name in self.forms if columns is None or name in columns]
-        return Rows(self.num, {name: by_name[name] for name in names}, rest.offsets)
+        return WireRows(self.num, {name: by_name[name] for name in names}, rest.offsets)
 
     def cut(self, ranges: Sequence[Range], names: Collection[str], get: Get, put: Any) -> StoredPart:
         """Some rows as a part of their own; run where this one lies."""
-        rows = self.fetched(get, names).map_tensors(shared).take(ranges)
-        return StoredPart.of(rows.map_tensors(to_wire), self.rank, put)
+        return StoredPart.of(self.fetched(get, names).take(ranges), self.rank, put)
 
 
 @attrs.frozen(eq=False)
@@ -216,7 +215,7 @@ class RowsToFetch(Table):
 
     def rows(self, get: Get) -> Rows:
         """The rows, in memory of their own."""
-        from core._rows.rows import FEW_RANGES, Rows
+        from core._rows.rows import FEW_RANGES, WireRows
 
         try:
             handles = {i: part for i, part in enumerate(self.parts) if not isinstance(part, StoredPart)}
@@ -226,11 +225,10 @@ class RowsToFetch(Table):
             raise
         except Exception as error:
             raise RuntimeError(f"the rows that {self.origin} made cannot be fetched: {error}") from error
-        tensors = [part.map_tensors(shared) for part in parts]
         if len(self.runs) <= FEW_RANGES:
-            rows = Rows.concat([tensors[i].take([(start, stop)]) for i, start, stop in self.runs], self.origin)
+            rows = WireRows.concat([parts[i].take([(start, stop)]) for i, start, stop in self.runs], self.origin)
         else:
-            first = [0, *accumulate(len(part) for part in tensors)]
+            first = [0, *accumulate(len(part) for part in parts)]
             ranges = [(first[i] + start, first[i] + stop) for i, start, stop in self.runs]
-            rows = Rows.concat(tensors, self.origin).take(ranges)
-        return rows if self.copies is None else rows.weighted(self.copies)
+            rows = WireRows.concat(parts, self.origin).take(ranges)
+        return rows.tensors() if self.copies is None else rows.tensors().weighted(self.copies)

@@ -72,7 +72,7 @@ class WholeTable(Table):
         """All rows, in the form that crosses between processes."""
 
     @abstractmethod
-    def restored(self, shards: tuple[Shard, ...], rows_per_input: int) -> Self:
+    def restored(self, shards: tuple[Shard, ...], rows_per_input: int) -> WholeTable:
         """Joined answers in the order of the driver's rows, without those of filler."""
 
     @abstractmethod

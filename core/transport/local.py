@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 
 from core._calls.call import Command, RankCall
-from core._rows.table import PartTable, Table
+from core._rows.stored import RowsToFetch, StoredRows
 from core._rows.wire import contents, decode, digests, encode, mapped
 from core._run.build import RayClassWithInitArgs
 from core._run.host import WorkerHost
@@ -115,7 +115,7 @@ class LocalTransport:
 
 def _here(value: Any) -> Any:
     """Rows that lie with workers of another group are fetched: these workers have no store to get them from."""
-    return value.batch() if isinstance(value, Table) and not isinstance(value, PartTable) else value
+    return value.batch() if isinstance(value, StoredRows | RowsToFetch) else value
 
 
 def _run_to_end(coroutine: Coroutine[Any, Any, Outcome]) -> Outcome:
@@ -177,9 +177,7 @@ def fetched(run: MethodRun) -> RankCall:
     """A run's call with the rows in it that lie with other workers."""
 
     def here(value: Any) -> Any:
-        return (
-            encode(value.batch(run.fetch)) if isinstance(value, Table) and not isinstance(value, PartTable) else value
-        )
+        return encode(value.batch(run.fetch)) if isinstance(value, StoredRows | RowsToFetch) else value
 
     return RankCall(mapped(run.call.args, here), mapped(dict(run.call.kwargs), here), run.call.shard)
 
