@@ -176,6 +176,6 @@ def test_what_cannot_be_dealt_so_is_refused_before_anything_runs() -> None:
         with pytest.raises(Refused, match="3 groups cannot be dealt evenly"):
             group.by_tokens(batch_of([1] * 6, [0, 0, 1, 1, 2, 2]))
     with pytest.raises(Refused, match="not dealt by 'weight'"):
-        register(on_mesh("m"), deal_by="weight")  # type: ignore[arg-type]
+        register(on_mesh("m"), deal_by="weight")  # type: ignore[call-overload]
     with pytest.raises(Refused, match="rows_per_input"):
         register(on_mesh("m"), deal_by="tokens", rows_per_input=None)
