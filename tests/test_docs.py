@@ -12,7 +12,10 @@ from typing import Any, get_args, get_type_hints
 
 import attrs
 import pytest
+import torch
+from tensordict import TensorDict
 
+from core.batch import jagged
 from core.config import OptimizerConfig
 from core.lazy import typed_imports
 from core.manifest import Capability
@@ -49,6 +52,19 @@ def test_the_driver_of_the_docs_runs(ray_cluster: None, tmp_path: Path, capsys: 
     assert "ray.init(num_cpus=2)\n" in code
     exec(code.replace("ray.init(num_cpus=2)\n", ""), {})  # the tests have a cluster
     assert "grad_norm" in capsys.readouterr().out
+
+
+def test_the_loop_on_the_first_screen_of_the_readme_runs(
+    ray_cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (DOCS.parent / "README.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    first_screen = page.splitlines()[:40]
+    assert code.splitlines()[-1] in first_screen
+    prompts = TensorDict({"prompt_ids": jagged([torch.tensor([1, 2, 3]), torch.tensor([4, 5])])}, batch_size=[2])
+    exec(code, {"model": tiny_model(tmp_path / "model"), "prompts": prompts})
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if "grad_norm" in line]) == 3
 
 
 def test_the_steps_by_hand_of_new_plugins_run_as_their_pages_have_them(tmp_path: Path) -> None:
