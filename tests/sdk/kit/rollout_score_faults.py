@@ -114,7 +114,7 @@ class CutsSequences(ScoreFault):
 
 @caught_by("test_what_cannot_be_scored_is_refused_and_nothing_else_is_lost[a foreign token]")
 class ClampsTokens(ScoreFault):
-    """takes the last token of the vocabulary for foreign ones"""
+    """scores the last token of the vocabulary in the place of foreign ones"""
 
     def score(self, sequences: TensorDict, *, temperature: float = 1.0, top_k: int = 0) -> TensorDict:
         ids = sequences["input_ids"]
