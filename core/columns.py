@@ -36,8 +36,8 @@ set only where a loss needs several rows at once, such as the two of a pair. GRP
 
 Metadata of a batch are a record, never a knob: `log_prob_kind`, and `rollout_temperature` (float), the temperature that
 a rollout sampled the rows at. Greedy rows (temperature 0) are recorded at 1, since their log-probs are the untempered
-model's. The temperature at which a trainer computes log_probs and entropy is an argument of the call; a batch with
-`rollout_log_probs` that was sampled at another temperature is refused, so that trainer and rollout speak of the same
+model's. The temperature at which a trainer computes log_probs and entropy is an argument of the call; a batch that
+was sampled at another temperature is refused, so that trainer and rollout speak of the same
 distribution.
 """
 

@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from core._rows.shards import Block, Shard, deal_rows
 from core.batch import jagged_from, metadata, num_rows, row_lengths, select, take, to_padded
-from core.errors import ConfigError, Refused
+from core.errors import BadAnswer, ConfigError, Refused
 from core.loss import LossSpec
 from core.rollout import LogProbKind, SamplingParams
+from core.transport.local import LocalWorkerGroup
 from core.worker import WorkerContext, placed
 from manymesh.workers import (
     ActorRolloutRefConfig,
@@ -364,7 +365,20 @@ def test_rows_that_were_sampled_at_another_temperature_are_refused_before_anythi
         with pytest.raises(Refused, match=r"another temperature[\s\S]*=1\.0[\s\S]*=0\.7"):
             call()
     assert whole.weight_version == 0
-    assert whole.compute_log_prob(batch.exclude("rollout_log_probs"), 1.0) is not None, "another one, on purpose"
+    assert whole.compute_log_prob(batch.exclude("rollout_temperature"), 1.0) is not None, "another one, on purpose"
+
+
+def test_the_methods_that_say_that_they_only_read_write_to_nothing(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANYMESH_CHECK_READS", "1")
+    group: Any = LocalWorkerGroup(ActorRolloutRefWorker, whole_config(model))
+    group.init_model()
+    sampled = group.generate_sequences(prompts(), SamplingParams(num_samples=2, max_new_tokens=8, seed=1))
+    for batch in (sampled, to_padded(sampled)):
+        batch["old_log_probs"] = group.compute_log_prob(batch, 1.0)["old_log_probs"]
+        batch["ref_log_probs"] = group.compute_ref_log_prob(batch, 1.0)["ref_log_probs"]
+        batch["advantages"] = batch["old_log_probs"] * 0 + 1
+        assert group.update_actor(batch, 2, temperature=1.0)["loss"] != 0
+    group.shutdown()
 
 
 def test_greedy_rows_are_scored_at_temperature_1(whole: ActorRolloutRefWorker) -> None:
@@ -374,7 +388,7 @@ def test_greedy_rows_are_scored_at_temperature_1(whole: ActorRolloutRefWorker) -
     with pytest.raises(Refused, match="another temperature"):
         whole.compute_log_prob(batch, 0.7)
     with pytest.raises(Refused, match="above 0"):
-        whole.compute_log_prob(batch.exclude("rollout_log_probs"), 0.0)
+        whole.compute_log_prob(batch.exclude("rollout_temperature"), 0.0)
 
 
 def test_the_reference_keeps_its_weights_while_the_policy_learns(whole: ActorRolloutRefWorker) -> None:
@@ -514,5 +528,5 @@ class Forgetful:
 def test_a_rollout_that_forgets_a_column_of_the_contract_is_named(whole: ActorRolloutRefWorker) -> None:
     forgetful: Any = Forgetful(whole.rollout)
     whole.rollout = forgetful
-    with pytest.raises(Refused, match="'hf' answered without columns of the contract: finish_reason"):
+    with pytest.raises(BadAnswer, match="'hf' answered without columns of the contract: finish_reason"):
         whole.generate_sequences(prompts(), SamplingParams(max_new_tokens=2))

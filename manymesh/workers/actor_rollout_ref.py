@@ -20,6 +20,9 @@ from manymesh.workers.training import TrainingWorker, TrainingWorkerConfig
 from manymesh.workers.transfer.buckets import whole_tensors
 from manymesh.workers.transfer.remote import WeightSource
 
+# What a log-probability is computed of. Model inputs and the weights of rows go with them.
+TOKENS = ("input_ids", "attention_mask", "rollout_temperature")
+
 
 class Role(StrEnum):
     """What a worker holds."""
@@ -107,7 +110,7 @@ class ActorRolloutRefWorker(GeneratingWorker):
         """The policy's loss, from now on."""
         self._actor().set_loss_fn(loss)
 
-    @register(on_mesh("actor"), deal_by="tokens")
+    @register(on_mesh("actor"), deal_by="tokens", columns=TOKENS, reads_only=True)
     def compute_log_prob(self, batch: TensorDict, temperature: float) -> TensorDict | None:
         """The policy's `old_log_probs` and `entropy` of softmax(logits / temperature), token-aligned.
 
@@ -117,7 +120,7 @@ class ActorRolloutRefWorker(GeneratingWorker):
         answer = self._actor().infer_batch(batch, ("log_probs", "entropy"), temperature=temperature)
         return _renamed(answer, log_probs="old_log_probs")
 
-    @register(on_mesh("ref"), deal_by="tokens")
+    @register(on_mesh("ref"), deal_by="tokens", columns=TOKENS, reads_only=True)
     def compute_ref_log_prob(self, batch: TensorDict, temperature: float) -> TensorDict | None:
         """The reference's `ref_log_probs` of softmax(logits / temperature), token-aligned.
 
@@ -129,7 +132,7 @@ class ActorRolloutRefWorker(GeneratingWorker):
         answer = self.ref.infer_batch(batch, ("log_probs",), temperature=temperature)
         return _renamed(answer, log_probs="ref_log_probs")
 
-    @register(on_mesh("actor"), num_blocks="num_mini_batches", deal_by="tokens")
+    @register(on_mesh("actor"), num_blocks="num_mini_batches", deal_by="tokens", reads_only=True)
     def update_actor(
         self, batch: TensorDict, num_mini_batches: int = 1, epochs: int = 1, *, temperature: float
     ) -> dict[str, Metric]:

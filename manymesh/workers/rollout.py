@@ -13,7 +13,7 @@ from core.batch import num_rows
 from core.columns import GENERATED
 from core.config import structure
 from core.dispatch import Dispatch, on_mesh, register
-from core.errors import Refused
+from core.errors import BadAnswer, Refused
 from core.manifest import Capability
 from core.registry import Choice, EngineRegistry
 from core.rollout import MemoryTag, Rollout, SamplingParams, ScoringRollout
@@ -73,7 +73,12 @@ class GeneratingWorker(WeightWorker):
             return self.weight_source.version()
         return self.weight_sink.offered_version if self.weight_sink is not None else None
 
-    @register(on_mesh("rollout"), rows_per_input=lambda prompts, sampling, min_version: sampling.num_samples)
+    @register(
+        on_mesh("rollout"),
+        rows_per_input=lambda prompts, sampling, min_version: sampling.num_samples,
+        columns=("prompt_ids", "attention_mask", "prompt_id"),
+        reads_only=True,
+    )
     def generate_sequences(
         self, prompts: TensorDict, sampling: SamplingParams, min_version: int | None = None
     ) -> TensorDict:
@@ -97,7 +102,7 @@ class GeneratingWorker(WeightWorker):
         missing = sorted(GENERATED - set(sequences.keys()))
         if missing:
             backend = self.rollout_config.backend if self.rollout_config else "?"
-            raise Refused(
+            raise BadAnswer(
                 f"the rollout {backend!r} answered without columns of the contract: {', '.join(missing)}",
                 have=sorted(sequences.keys()),
                 mend="see the table of columns in core/columns.py",

@@ -16,11 +16,11 @@ def check_temperature(batch: TensorDict, temperature: float, outputs: Set[str]) 
     """Raises Refused, alike on all ranks, where outputs would be of another distribution than the sampled one.
 
     Args:
-        batch: with `rollout_log_probs` and the metadata `rollout_temperature`; one that lacks either is not checked.
+        batch: with the metadata `rollout_temperature`; one that lacks it is not checked.
         temperature: of the call.
         outputs: of the model, that the call computes.
     """
-    if "rollout_log_probs" not in batch.keys() or not OF_A_DISTRIBUTION & outputs:  # noqa: SIM118
+    if not OF_A_DISTRIBUTION & outputs:
         return
     sampled_at = metadata(batch, "rollout_temperature", temperature)
     if sampled_at != temperature:
@@ -28,5 +28,5 @@ def check_temperature(batch: TensorDict, temperature: float, outputs: Set[str]) 
             "the rows were sampled at another temperature",
             have=f"temperature={temperature}",
             want=f"temperature={sampled_at}, the batch's metadata rollout_temperature",
-            mend=f"pass temperature={sampled_at}, or drop the column rollout_log_probs where another is meant",
+            mend=f"pass temperature={sampled_at}, or exclude rollout_temperature from the batch where another is meant",
         )

@@ -79,7 +79,7 @@ class TrainingWorker(Worker):
         """Use this loss from now on. A callable only where driver and workers share an environment."""
         self._loss_fn = _load_loss(loss) if isinstance(loss, LossSpec) else loss
 
-    @register(on_mesh("train"), deal_by="tokens")
+    @register(on_mesh("train"), deal_by="tokens", reads_only=True)
     def infer_batch(
         self,
         batch: TensorDict,
@@ -125,12 +125,12 @@ class TrainingWorker(Worker):
             return None
         return step.gather(batch, results, outputs), Metric.join_all([dict(r.metrics) for r in results])
 
-    @register(on_mesh("train"), deal_by="tokens")
+    @register(on_mesh("train"), deal_by="tokens", reads_only=True)
     def train_batch(self, batch: TensorDict, temperature: float = 1.0) -> dict[str, Metric]:
         """One optimizer step on the whole batch. See train_mini_batch."""
         return self.train_mini_batch(batch, temperature=temperature)
 
-    @register(on_mesh("train"), num_blocks="num_mini_batches", deal_by="tokens")
+    @register(on_mesh("train"), num_blocks="num_mini_batches", deal_by="tokens", reads_only=True)
     def train_mini_batch(
         self, batch: TensorDict, num_mini_batches: int = 1, epochs: int = 1, temperature: float = 1.0
     ) -> dict[str, Metric]:

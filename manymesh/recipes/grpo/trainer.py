@@ -136,15 +136,14 @@ class GrpoTrainer:
             completions = decode_responses(sampled, self.tokenizer)
             rewards = self.reward(completions, rows)
 
-        batch = sampled.select("input_ids", "response_mask")
+        batch = sampled.select("input_ids", "response_mask", "rollout_temperature")
         temperature = config.sampling.temperature
         with phase("old_log_prob"):
             scored = workers.trainers.compute_log_prob(batch, temperature)
             batch["old_log_probs"] = scored["old_log_probs"]
         if config.uses_ref:
             with phase("ref_log_prob"):
-                columns = batch.select("input_ids", "response_mask")
-                reference = workers.trainers.compute_ref_log_prob(columns, temperature)
+                reference = workers.trainers.compute_ref_log_prob(batch, temperature)
                 batch["ref_log_probs"] = reference["ref_log_probs"]
         with phase("advantage"):
             algorithm, by_row = config.algorithm, torch.tensor(rewards, dtype=torch.float64)
