@@ -14,6 +14,9 @@ on the right, (rows, tokens) with `attention_mask`. Either form is accepted by w
 | response_mask | rows, tokens | bool | tokens that the policy sampled: the ones a policy loss counts |
 | rollout_log_probs | rows, tokens | fp32 | by the rollout; kind in the batch's metadata `log_prob_kind` |
 | old_log_probs, ref_log_probs, entropy, values, advantages, returns | rows, tokens | fp32 | |
+| teacher_ids | rows, tokens, k | int64 | k candidates for each token; at position 0 any ids of the vocabulary |
+| teacher_log_probs | rows, tokens, k | fp32 | a teacher's log-probs of them; not read by engines |
+| top_log_probs | rows, tokens, k | fp32 | the model's own log-probs of teacher_ids; 0 at position 0 |
 | rewards | rows | fp32 | |
 | prompt_id | rows | int64 | rows of one prompt share it (the group of GRPO) |
 | group_id | rows | int64 | rows that share it stay together; see below |

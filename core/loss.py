@@ -69,12 +69,14 @@ class LossScale:
 class LossFn(Protocol):
     """A micro-batch's share of a step's loss.
 
-    `needs` names the model outputs it reads ("log_probs", "entropy", "values"); gradients flow through all of them. It
-    may also have `reads`, the columns that a micro-batch must have: a batch that lacks one is then refused.
+    `needs` names the model outputs it reads: "log_probs", "entropy", "values", or "top_log_probs", which are the
+    log-probs of the ids in the batch's column `teacher_ids`. Gradients flow through all of them. It may also have
+    `reads`, the columns that a micro-batch must have: a batch that lacks one is then refused.
     A loss that needs several rows at once reads `group_id`: rows that share it are in one micro-batch, one after the
     other. Where one of them is filler all are.
-    Outputs and micro-batch are padded, (rows, tokens). The share is already divided by `scale`, so that the loss is a
-    plain sum over micro-batches and dp ranks. It sees whole rows whatever sp or cp do.
+    Outputs and micro-batch are padded, (rows, tokens), and (rows, tokens, k) for the teacher's ids. The share is
+    already divided by `scale`, so that the loss is a plain sum over micro-batches and dp ranks. It sees whole rows
+    whatever sp or cp do.
     """
 
     needs: frozenset[str]

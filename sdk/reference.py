@@ -59,6 +59,31 @@ def scale_of(batch: TensorDict) -> LossScale:
     return LossScale(float((batch["response_mask"] * batch["row_weight"][:, None]).sum()), float(len(batch)))
 
 
+class DistillationLoss:
+    """Forward KL from a teacher's candidates to the model, over the candidates alone."""
+
+    needs = frozenset({"top_log_probs"})
+    reads = frozenset({"teacher_ids", "teacher_log_probs"})
+
+    def __call__(
+        self, outputs: Mapping[str, torch.Tensor], batch: TensorDict, scale: LossScale
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        teacher, weight = batch["teacher_log_probs"], batch["response_mask"] * batch["row_weight"][:, None]
+        terms = (teacher.exp() * (teacher - outputs["top_log_probs"])).sum(-1)
+        share = (terms * weight).sum() / scale.num_tokens
+        return share, {"loss": Metric(share.item(), 1.0, "sum")}
+
+
+def with_teacher(batch: TensorDict, num_ids: int = 3, seed: int = 0) -> TensorDict:
+    """The padded batch with `teacher_ids` and `teacher_log_probs`, (rows, width, num_ids)."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (*batch["input_ids"].shape, num_ids)
+    ids = torch.randint(3, 64, shape, generator=generator)
+    return batch.copy().update(
+        {"teacher_ids": ids, "teacher_log_probs": torch.randn(shape, generator=generator).log_softmax(-1)}
+    )
+
+
 class ValueLoss:
     """Squared distance of a value model from `advantages`, taken as returns."""
 
@@ -103,6 +128,9 @@ class PlainTrainer:
         ids, mask = batch["input_ids"], batch["attention_mask"]
         names = ValueLoss.needs if self._value_model else BOTH
         out = {name: torch.zeros(ids.shape) for name in names}
+        teacher_ids = batch.get("teacher_ids", None)
+        if teacher_ids is not None:
+            out["top_log_probs"] = torch.zeros(teacher_ids.shape)
         for row, length in enumerate(mask.sum(1).tolist()):
             logits = self.model(input_ids=ids[row : row + 1, :length]).logits[0, :-1].float()
             if self._value_model:
@@ -112,12 +140,14 @@ class PlainTrainer:
             log_softmax = logits.log_softmax(-1)
             picked = log_softmax.gather(-1, ids[row, 1:length, None]).squeeze(-1)
             out["log_probs"][row, 1:length] = picked
+            if teacher_ids is not None:
+                out["top_log_probs"][row, 1:length] = log_softmax.gather(-1, teacher_ids[row, 1:length])
             out["entropy"][row, 1:length] = -(log_softmax.exp() * log_softmax).sum(-1)
         return out
 
-    def step(self, batch: TensorDict) -> tuple[float, float]:
+    def step(self, batch: TensorDict, loss_fn: LossFn | None = None) -> tuple[float, float]:
         self._optimizer.zero_grad()
-        loss_fn: LossFn = ValueLoss() if self._value_model else PolicyLoss()
+        loss_fn = loss_fn or (ValueLoss() if self._value_model else PolicyLoss())
         loss, _ = loss_fn(self.outputs(batch), batch, scale_of(batch))
         loss.backward()
         limit = self._config.max_grad_norm or float("inf")

@@ -46,9 +46,9 @@ def check_request(
     return needs | outputs if forward_only else needs
 
 
-def check_padded(batch: TensorDict, *, where: str, inputs: Collection[str] = ()) -> None:
-    """Raises Refused for a micro-batch that isn't padded, (rows, tokens), or model inputs that the engine doesn't
-    read.
+def check_padded(batch: TensorDict, outputs: frozenset[str], *, where: str, inputs: Collection[str] = ()) -> None:
+    """Raises Refused for a micro-batch that isn't padded, (rows, tokens), that lacks the ids which `outputs` are of, or
+    has model inputs that the engine doesn't read.
 
     Args:
         inputs: those that it reads, as its manifest names them.
@@ -61,6 +61,15 @@ def check_padded(batch: TensorDict, *, where: str, inputs: Collection[str] = ())
             have={name: "jagged" if is_jagged(value) else tuple(value.shape) for name, value in batch.items()},
             where=where,
             mend="use core.batch.to_padded",
+        )
+    teacher_ids = batch.get("teacher_ids", None)
+    fits = teacher_ids is not None and teacher_ids.ndim == 3 and teacher_ids.shape[:2] == ids.shape
+    if "top_log_probs" in outputs and not (fits and teacher_ids.dtype == torch.int64 and teacher_ids.shape[2]):
+        raise Refused(
+            "top_log_probs are of the ids in the column teacher_ids, int64 (rows, tokens, k)",
+            have="no such column" if teacher_ids is None else f"{teacher_ids.dtype} {tuple(teacher_ids.shape)}",
+            want=f"int64 {tuple(ids.shape)} and k, at least 1",
+            where=where,
         )
 
 

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from core.batch import metadata
 from core.errors import Refused
 
-OF_A_DISTRIBUTION = frozenset({"log_probs", "entropy"})  # model outputs that depend on the temperature
+OF_A_DISTRIBUTION = frozenset({"log_probs", "entropy", "top_log_probs"})  # model outputs that depend on the temperature
 
 
 def check_temperature(batch: TensorDict, temperature: float, outputs: Set[str]) -> None:

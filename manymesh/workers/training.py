@@ -21,6 +21,7 @@ from core.loss import LossFn, LossScale, LossSpec, Metric
 from core.registry import Choice, EngineRegistry
 from core.worker import Shard, Worker
 from manymesh.parts.agreement import agree
+from manymesh.parts.log_probs import unpacked
 from manymesh.workers.export import export_directory
 from manymesh.workers.micro_batch import MicroBatchConfig, plan_micro_batches, round_up, widen
 from manymesh.workers.temperature import check_temperature
@@ -287,7 +288,9 @@ class _Step:
             return None
         lengths = row_lengths(batch)
         starts = lengths.cumsum(0) - lengths
-        found = {name: torch.zeros(int(lengths.sum())) for name in outputs}
+        kept = results[0].outputs
+        widths = {name: kept[name].shape[2:] if kept is not None else () for name in outputs}
+        found = {name: torch.zeros(int(lengths.sum()), *width) for name, width in widths.items()}
         for part, micro_batch, result in zip(self.plan, self.micro_batches, results, strict=True):
             if part and result.outputs is not None:
                 mask = micro_batch["attention_mask"].bool()
@@ -297,7 +300,7 @@ class _Step:
         mask = batch.get("attention_mask", None)
         if mask is not None:
             mask = mask.bool()
-            padded = {name: torch.zeros(mask.shape).masked_scatter_(mask, values) for name, values in found.items()}
+            padded = {name: unpacked(values, mask) for name, values in found.items()}
             return TensorDict(padded, batch_size=batch.batch_size)
         # The very offsets of the batch's tokens, so that the two can be computed with together.
         offsets = flat(batch.get("input_ids"))[1]

@@ -189,3 +189,34 @@ def test_backward_keeps_no_second_copy_of_the_vocabulary() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         token_outputs(logits, torch.randint(0, 1000, (4, 32)), 0.7, entropy=True)
     assert logits.nbytes <= sum(kept.values()) < 1.05 * logits.nbytes
+
+
+def several(
+    rank: int, world_size: int, logits: torch.Tensor, ids: torch.Tensor, teacher_ids: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """top_log_probs, and the gradient of this rank's part of the logits."""
+    local = logits.chunk(world_size, -1)[rank].clone().requires_grad_()
+    group = dist.group.WORLD if world_size > 1 else None
+    top = token_outputs(local, ids, 0.7, teacher_ids=teacher_ids, group=group, vocab_size=61)["top_log_probs"]
+    (top * weight).sum().backward()
+    assert local.grad is not None
+    return top.detach(), local.grad
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_top_log_probs_are_those_of_the_given_ids_wherever_the_vocabulary_is(on: Worlds, world_size: int) -> None:
+    """Ids of one token may repeat, and their gradients add up."""
+    torch.manual_seed(0)
+    logits = torch.randn(3, 9, 64).mul(3)
+    ids, teacher_ids, weight = torch.randint(0, 61, (3, 9)), torch.randint(0, 61, (3, 9, 4)), torch.randn(3, 9, 4)
+    teacher_ids[..., 1] = teacher_ids[..., 0]
+    whole = logits.clone().requires_grad_()
+    table = (whole[..., :61] / 0.7).log_softmax(-1)[:, :-1]
+    want = table.gather(-1, teacher_ids[:, 1:])
+    (want * weight[:, 1:]).sum().backward()
+    assert whole.grad is not None
+    ranks = on(world_size, several, logits, ids, teacher_ids, weight)
+    for top, _ in ranks:
+        assert top[:, 0].eq(0).all()
+        torch.testing.assert_close(top[:, 1:], want.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat([each for _, each in ranks], -1), whole.grad, atol=1e-5, rtol=1e-5)

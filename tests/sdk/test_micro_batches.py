@@ -11,7 +11,7 @@ from core.batch import to_jagged
 from core.errors import Refused
 from core.manifest import Limits
 from manymesh.parts.micro_batches import check_loss, check_padded, check_request
-from sdk.reference import PolicyLoss, make_batch
+from sdk.reference import PolicyLoss, make_batch, with_teacher
 
 WHERE = "MineEngine.forward_backward"
 LIMITS = Limits(outputs=frozenset({"log_probs", "entropy", "values"}))
@@ -53,9 +53,26 @@ def test_a_loss_that_needs_what_the_engine_lacks_is_refused() -> None:
     ],
 )
 def test_only_padded_rows_can_be_run(spoil: Any, message: str) -> None:
-    check_padded(make_batch(), where=WHERE)
+    check_padded(make_batch(), frozenset(), where=WHERE)
     with pytest.raises(Refused, match=message):
-        check_padded(spoil(make_batch()), where=WHERE)
+        check_padded(spoil(make_batch()), frozenset(), where=WHERE)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda batch: batch.exclude("teacher_ids"),
+        lambda batch: batch.set("teacher_ids", batch["teacher_ids"][:, :-1]),
+        lambda batch: batch.set("teacher_ids", batch["teacher_ids"][..., 0]),
+        lambda batch: batch.set("teacher_ids", batch["teacher_ids"].float()),
+    ],
+)
+def test_top_log_probs_need_the_ids_that_they_are_of(spoil: Any) -> None:
+    top = frozenset({"top_log_probs"})
+    check_padded(with_teacher(make_batch()), top, where=WHERE)
+    check_padded(spoil(with_teacher(make_batch())), frozenset({"log_probs"}), where=WHERE)
+    with pytest.raises(Refused, match=rf"teacher_ids(.|\n)*{WHERE}"):
+        check_padded(spoil(with_teacher(make_batch())), top, where=WHERE)
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])

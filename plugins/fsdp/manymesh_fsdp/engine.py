@@ -25,7 +25,7 @@ from core.manifest import Limits
 from core.mesh import RankMesh
 from manymesh.parts import checkpoint_directory
 from manymesh.parts.adamw import ScheduledAdamW
-from manymesh.parts.log_probs import token_outputs
+from manymesh.parts.log_probs import token_outputs, unpacked, without_padding
 from manymesh.parts.micro_batches import check_loss, check_padded, check_request
 from manymesh.parts.torch_checkpoint import read_tensors, write_tensors
 from manymesh_fsdp.config import FsdpConfig
@@ -157,7 +157,7 @@ class FsdpEngine:
             self._training()
         self._on("model")
         for batch in micro_batches:
-            check_padded(batch, where=where)
+            check_padded(batch, wanted, where=where)
         last = len(micro_batches) - 1
         results = []
         try:
@@ -194,20 +194,20 @@ class FsdpEngine:
         if not wanted:
             return {}
         ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+        teacher_ids = batch["teacher_ids"] if "top_log_probs" in wanted else None
         positions = None
         if self._limits.packed:
             # One row of all tokens, told apart by positions that begin at 0 again. transformers does so only without a
             # mask and without a cache: with either, rows attend to each other.
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)[mask][None]
             ids = ids[mask][None]
+            teacher_ids = teacher_ids[mask][None] if teacher_ids is not None else None
         # No mask: padding stands on the right, where a causal model's real tokens don't look.
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        made = token_outputs(logits, ids, temperature, entropy="entropy" in wanted)
-        empty = ~mask
-        empty[:, 0] = True
+        made = token_outputs(logits, ids, temperature, entropy="entropy" in wanted, teacher_ids=teacher_ids)
         if self._limits.packed:
-            made = {name: value.new_zeros(mask.shape).masked_scatter(mask, value[0]) for name, value in made.items()}
-        return {name: value.masked_fill(empty, 0.0) for name, value in made.items() if name in wanted}
+            made = {name: unpacked(value[0], mask) for name, value in made.items()}
+        return {name: without_padding(value, mask) for name, value in made.items() if name in wanted}
 
     def optimizer_zero_grad(self) -> None:
         self._training().zero_grad()

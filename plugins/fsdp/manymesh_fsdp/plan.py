@@ -8,6 +8,7 @@ from core.mesh import MeshLayout
 from manymesh_fsdp.config import FsdpConfig
 
 AXIS = "fsdp"
+OUTPUTS = frozenset({"log_probs", "entropy", "top_log_probs"})
 # Layers whose tokens see each other through attention alone, which position_ids keep apart. State-space and
 # convolution layers carry a state over a packed row's borders.
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -39,4 +40,4 @@ def plan(config: FsdpConfig, world_size: int, model: ModelFacts | None = None) -
             mend="set packing=False",
         )
     layout = MeshLayout.of(fsdp=world_size)
-    return Plan(layout, layout.route((AXIS,)), Limits(packed=config.packed))
+    return Plan(layout, layout.route((AXIS,)), Limits(packed=config.packed, outputs=OUTPUTS))

@@ -193,7 +193,7 @@ class MegatronEngine:
             self._training()
         self._on("model")
         for batch in micro_batches:
-            check_padded(batch, where=where)
+            check_padded(batch, wanted, where=where)
         check_shapes(self._limits, micro_batches)
         step = Step(
             models=loaded.chunks,

@@ -101,7 +101,8 @@ def _pp_last(order: str, *added: str) -> str:
 def _limits(config: MegatronConfig, model: Architecture | None) -> Limits:
     tp = config.tensor_parallel if config.sequence_parallel else 1
     cp = 2 * config.context_parallel if config.context_parallel > 1 else 1  # each rank has a piece of both ends
-    outputs = {"values"} if model is not None and model.value_head else {"log_probs", "entropy"}
+    value_head = model is not None and model.value_head
+    outputs = {"values"} if value_head else {"log_probs", "entropy", "top_log_probs"}
     return Limits(
         micro_batch_multiple=config.pipeline_parallel if config.virtual_stages > 1 else 1,
         sequence_multiple=tp * cp,

@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from tensordict import TensorDict
 from torch.nn import functional as F
 
+from manymesh.parts.log_probs import predicted_ids, unpacked, without_padding
 from manymesh_megatron.modules import from_zigzag, zigzag
 
 
@@ -20,7 +21,8 @@ class Rows:
 
     Attributes:
         ids: (rows, tokens / cp), or (1, all tokens) when packed.
-        targets: of the ids' shape; the id that each position predicts. What a row's last position predicts is nobody's.
+        targets: of the ids' shape and 1 + k; the id that each position predicts, and k others that a teacher gave. What
+            a row's last position predicts is nobody's.
         positions: of the ids' shape, from the row's beginning.
         packed: megatron's description of the rows' borders, None when padded.
         mask: (rows, tokens) bool, the real tokens.
@@ -35,18 +37,29 @@ class Rows:
 
     @classmethod
     def of(
-        cls, batch: TensorDict, cp: Any, *, packed: bool, multiple: int, shape: tuple[int, int] | None = None
+        cls,
+        batch: TensorDict,
+        cp: Any,
+        *,
+        packed: bool,
+        multiple: int,
+        shape: tuple[int, int] | None = None,
+        teacher_ids: torch.Tensor | None = None,
     ) -> Rows:
         """Args:
         cp: the context-parallel process group.
         multiple: of the number of packed tokens (tp under sequence parallel).
         shape: padded up to it, where all ranks must run one shape.
+        teacher_ids: (rows, tokens, k), where the log-probs of those ids are asked for.
         """
         ids, mask = batch["input_ids"], batch["attention_mask"].bool()
         if shape is not None:
-            ids = F.pad(ids, (0, shape[1] - ids.shape[1], 0, shape[0] - ids.shape[0]))
+            more_rows, more_tokens = shape[0] - ids.shape[0], shape[1] - ids.shape[1]
+            ids = F.pad(ids, (0, more_tokens, 0, more_rows))
+            if teacher_ids is not None:
+                teacher_ids = F.pad(teacher_ids, (0, 0, 0, more_tokens, 0, more_rows))
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        targets = ids.roll(-1, dims=1)
+        targets = predicted_ids(ids, teacher_ids)
         if packed:
             return cls._pack(ids, targets, positions, mask, cp, multiple)
         if cp.size() > 1:
@@ -74,25 +87,24 @@ class Rows:
         params = PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=longest, max_seqlen_kv=longest
         )
-        flat = [F.pad(each[mask], (0, extra))[None] for each in (ids, targets, positions)]
+        flat = [F.pad(each[mask], (*[0, 0] * (each.ndim - 2), 0, extra))[None] for each in (ids, targets, positions)]
         return cls(flat[0], flat[1], flat[2], params, mask, cp)
 
     def aligned(self, predicted: torch.Tensor) -> torch.Tensor:
-        """What positions predict, of the ids' shape, to (rows, tokens) fp32 where the value at t belongs to token t.
+        """What positions predict, of the ids' shape or with k more, to (rows, tokens[, k]): value t belongs to token t.
 
         0 at position 0 and in padding. Context-parallel ranks get the whole rows; the gradient goes back to each rank's
         own part, once, since all of them go on alike.
         """
         if self.packed is not None:
-            whole = predicted.new_zeros(self.mask.shape).masked_scatter(self.mask, predicted[0])
+            whole = unpacked(predicted[0], self.mask)
         elif self.cp.size() > 1:
             whole = _whole(predicted, self.cp)
         else:
             whole = predicted
         rows, tokens = self.mask.shape
-        empty = ~self.mask
-        empty[:, 0] = True
-        return F.pad(whole[:rows, : tokens - 1], (1, 0)).masked_fill(empty, 0.0)
+        shifted = F.pad(whole[:rows, : tokens - 1], (*[0, 0] * (whole.ndim - 2), 1, 0))
+        return without_padding(shifted, self.mask)
 
 
 def _mine(rows: torch.Tensor, cp: Any) -> torch.Tensor:
@@ -101,6 +113,8 @@ def _mine(rows: torch.Tensor, cp: Any) -> torch.Tensor:
 
 
 def _whole(part: torch.Tensor, cp: Any) -> torch.Tensor:
-    gathered = gather_from_sequence_parallel_region(part.t().contiguous(), tensor_parallel_output_grad=False, group=cp)
+    gathered = gather_from_sequence_parallel_region(
+        part.transpose(0, 1).contiguous(), tensor_parallel_output_grad=False, group=cp
+    )
     pieces = gathered.chunk(2 * cp.size())
-    return torch.cat([pieces[i] for i in from_zigzag(cp.size())]).t()
+    return torch.cat([pieces[i] for i in from_zigzag(cp.size())]).transpose(0, 1)

@@ -16,7 +16,7 @@ from core.engine import MicroResult
 from core.errors import Refused
 from core.loss import LossFn, LossScale, Metric
 from core.manifest import Limits
-from manymesh.parts.log_probs import vocab_log_probs
+from manymesh.parts.log_probs import named_outputs, vocab_log_probs
 from manymesh.parts.micro_batches import check_loss
 from manymesh_megatron.rows import Rows
 
@@ -93,7 +93,10 @@ class Step:
             batch = (batch if last else batch.select("input_ids", "attention_mask")).to(self.device)
         cp = parallel_state.get_context_parallel_group()
         shape = self.shapes[number] if self.shapes else None
-        rows = Rows.of(batch, cp, packed=self.limits.packed, multiple=self.multiple, shape=shape)
+        teacher_ids = batch.get("teacher_ids", None) if "top_log_probs" in self.wanted else None
+        rows = Rows.of(
+            batch, cp, packed=self.limits.packed, multiple=self.multiple, shape=shape, teacher_ids=teacher_ids
+        )
         made = model(rows.ids, rows.positions, None, packed_seq_params=rows.packed)
         return made, lambda output: self._loss(output, rows, batch)
 
@@ -113,7 +116,7 @@ class Step:
         return share, torch.zeros((), dtype=torch.int, device=output.device), result
 
     def _outputs(self, output: torch.Tensor, rows: Rows) -> dict[str, torch.Tensor]:
-        """The wanted outputs, whole (rows, tokens) fp32 on every rank of the last stage.
+        """The wanted outputs, whole (rows, tokens) or (rows, tokens, k) fp32 on every rank of the last stage.
 
         Args:
             output: (rows, tokens / cp, vocabulary / tp), or (rows, tokens / cp, 1) of a value model.
@@ -124,13 +127,11 @@ class Step:
             return {"values": rows.aligned(output.squeeze(-1).float())}
         log_probs, entropy = vocab_log_probs(
             output.flatten(0, 1),
-            rows.targets.flatten(),
+            rows.targets.flatten(0, 1),
             self.temperature,
             "entropy" in self.wanted,
             parallel_state.get_tensor_model_parallel_group(),
             self.vocab_size,
         )
-        made = {"log_probs": rows.aligned(log_probs.view_as(rows.ids))}
-        if entropy is not None:
-            made["entropy"] = rows.aligned(entropy.view_as(rows.ids))
-        return made
+        made = named_outputs(log_probs.view(rows.targets.shape), entropy)
+        return {name: rows.aligned(value) for name, value in made.items()}

@@ -23,9 +23,10 @@ from manymesh.workers.micro_batch import MicroBatchConfig
 from manymesh.workers.training import TrainingWorker, TrainingWorkerConfig
 from manymesh_megatron.config import MegatronConfig
 from manymesh_megatron.engine import MegatronEngine
-from sdk.reference import OPTIMIZER, TEMPERATURE, PolicyLoss, ValueLoss, scale_of
+from sdk.reference import BOTH, OPTIMIZER, TEMPERATURE, PolicyLoss, ValueLoss, scale_of
 
 SLOW = attrs.evolve(OPTIMIZER, lr=1e-3)  # so that three steps stay near enough to compare losses
+OUTPUTS = {"language_model": BOTH, "value_model": ValueLoss.needs}
 LOSSES = {"language_model": "sdk.reference:PolicyLoss", "value_model": "sdk.reference:ValueLoss"}
 
 
@@ -78,7 +79,7 @@ def checkpoint_tensors(path: str | Path) -> dict[str, torch.Tensor]:
 
 def infer(engine: MegatronEngine, batch: TensorDict) -> dict[str, torch.Tensor] | None:
     """Outputs of the whole batch, as one micro-batch, on ranks of the last stage."""
-    outputs = engine.limits.outputs
+    outputs = OUTPUTS["value_model" if "values" in engine.limits.outputs else "language_model"]
     padded = to_padded(to_jagged(batch), multiple=engine.limits.sequence_multiple)
     with engine.eval_mode():
         results = engine.forward_backward(
@@ -106,6 +107,8 @@ def train(
     model: str,
     batches: Sequence[TensorDict],
     model_type: str = "language_model",
+    loss: str | None = None,
+    outputs: frozenset[str] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Through TrainingWorker: outputs on the first batch, then a step on each; at least four micro-batches a rank."""
@@ -113,7 +116,7 @@ def train(
         backend="megatron",
         engine={"model": model, "optimizer": attrs.asdict(SLOW), **options},
         model_type=model_type,
-        loss=LossSpec(LOSSES[model_type]),
+        loss=LossSpec(loss or LOSSES[model_type]),
         micro_batch=MicroBatchConfig(max_rows=len(batches[0]) // dp_size(world_size, options) // 4),
         device="cpu",
     )
@@ -125,7 +128,7 @@ def train(
     try:
         worker.reset()
         start = dict(worker.engine.export_weights())
-        answer = worker.infer_batch(mine[0], tuple(worker.engine.limits.outputs), temperature=TEMPERATURE)
+        answer = worker.infer_batch(mine[0], tuple(outputs or OUTPUTS[model_type]), temperature=TEMPERATURE)
         metrics = [worker.train_mini_batch(batch, temperature=TEMPERATURE) for batch in mine]
         return {
             "collected": mesh.is_collect,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron_steps import SLOW, train
 
-from sdk.reference import PlainTrainer, make_batch, movement_error
+from sdk.reference import DistillationLoss, PlainTrainer, make_batch, movement_error, with_teacher
 
 LENGTHS = (40, 2, 17, 3, 25, 1, 9, 5, 31, 8, 12, 2, 22, 4, 6, 14)
 BATCHES = [make_batch(LENGTHS, seed=seed, advantage=0.5) for seed in range(3)]
@@ -148,6 +148,26 @@ def test_three_steps_equal_the_plain_loop(on, plain, world_size, family, options
         assert all(each["grad_norm"] == pytest.approx(norm, rel=1e-5) for each in steps)
     for rank in ranks:
         assert movement_error(rank["weights"], want["weights"], want["start"]) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [sizes(tp=2), sizes(tp=2) | SP | {"packing": True}, sizes(pp=2), sizes(cp=2)],
+    ids=["tp2", "tp2 sp, packed", "pp2", "cp2"],
+)
+def test_log_probs_of_a_teachers_ids_train_and_come_back_as_in_transformers(on, model_dir, options) -> None:
+    """Jagged columns of (rows, tokens, k), through the worker."""
+    batch, loss = with_teacher(make_batch(LENGTHS)), DistillationLoss()
+    trainer = PlainTrainer(model_dir(), SLOW)
+    outputs, start = trainer.outputs(batch)["top_log_probs"].detach(), trainer.weights()
+    (_, norm), want = trainer.step(batch, loss), trainer.weights()
+    named: Any = {"loss": "sdk.reference:DistillationLoss", "outputs": loss.needs}
+    ranks = on(2, train, model_dir(), [batch], **named, **options)
+    (collected,) = (rank["outputs"] for rank in ranks if rank["collected"])
+    torch.testing.assert_close(collected["top_log_probs"], outputs, atol=2e-5, rtol=1e-4)
+    for rank in ranks:
+        assert movement_error(rank["weights"], want, start) < 1e-3
+        assert rank["steps"][0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
 @pytest.mark.parametrize("options", [sizes(tp=2), sizes(tp=2) | SP, sizes(cp=2)], ids=["tp2", "tp2 sp", "cp2"])

@@ -24,13 +24,14 @@ from sdk.conformance.suites.engine_base import (
     EngineSuite,
     Tensors,
     Trained,
+    answer_to,
     engine_of,
     infer,
     micro_batches,
     step,
     weights,
 )
-from sdk.reference import TEMPERATURE, PlainTrainer, make_batch, scale_of
+from sdk.reference import TEMPERATURE, DistillationLoss, PlainTrainer, make_batch, scale_of, with_teacher
 
 PACKED: dict[str, Any] = {"packing": True}
 
@@ -90,6 +91,16 @@ def step_once(
     with engine_of(subject, model, **options) as engine:
         total, norm, *_ = step(engine, batch, loss)
         return total, norm, weights(engine)
+
+
+def distil(
+    rank: int, world_size: int, subject: Subject, model: str, batch: TensorDict, bare: TensorDict, loss: LossFn
+) -> tuple[Tensors | None, float, Tensors, str]:
+    with engine_of(subject, model) as engine:
+        answer = answer_to(lambda: infer(engine, bare, loss.needs))
+        outputs = infer(engine, batch, loss.needs)
+        _, norm, *_ = step(engine, batch, loss, 2)
+        return outputs, norm, weights(engine), answer
 
 
 class NumbersSuite(EngineSuite):
@@ -176,6 +187,22 @@ class NumbersSuite(EngineSuite):
                 for name in made or ():
                     assert made is not None
                     assert_close(made[name], plain[name], atol=2e-5, rtol=1e-4, what=name)
+
+    def test_top_log_probs_are_those_of_the_given_ids_in_value_and_gradient(self, world_size: int) -> None:
+        """Where the plan's limits offer them; a batch without `teacher_ids` is refused then."""
+        plan = self.planned(world_size, self.model_of_suite())
+        if plan is None or "top_log_probs" not in plan.limits.outputs or self.is_value():
+            return
+        batch, loss = with_teacher(BATCHES[0]), DistillationLoss()
+        trainer = PlainTrainer(self.model_of_suite(), PLAIN_STEP)
+        start, outputs = trainer.weights(), trainer.outputs(batch)["top_log_probs"].detach()
+        (_, norm), end = trainer.step(batch, loss), trainer.weights()
+        for made, have, ended, answer in self.on(world_size, distil, self.model_of_suite(), batch, BATCHES[0], loss):
+            if made is not None:
+                assert_close(made["top_log_probs"], outputs, atol=2e-5, rtol=1e-4, what="top_log_probs")
+            assert have == pytest.approx(norm, rel=1e-3)
+            assert_moved_alike(ended, end, start, limit=1e-3)
+            assert answer.startswith("refused"), f"a batch without teacher_ids: {answer}"
 
     def test_filler_rows_change_nothing(self) -> None:
         """Rows of weight zero, one of them without a token."""

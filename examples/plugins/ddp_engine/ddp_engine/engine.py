@@ -23,7 +23,7 @@ from manymesh.parts import checkpoint_directory
 from manymesh.parts.adamw import ScheduledAdamW
 from manymesh.parts.agreement import on_every_rank
 from manymesh.parts.live_weights import WeightTable
-from manymesh.parts.log_probs import token_outputs
+from manymesh.parts.log_probs import token_outputs, without_padding
 from manymesh.parts.micro_batches import check_loss, check_padded, check_request
 from manymesh.parts.pretrained import load_causal_lm
 from manymesh.parts.torch_checkpoint import read_tensors, write_tensors
@@ -154,7 +154,7 @@ class DdpEngine:
             self._limits, loss_fn, outputs, temperature=temperature, forward_only=forward_only, where=where
         )
         for batch in micro_batches:
-            check_padded(batch, where=where)
+            check_padded(batch, wanted, where=where)
         optimizer = None if forward_only else self._training()
         parameters = list(loaded.model.parameters())
         earlier = [parameter.grad for parameter in parameters]  # summed over ranks already: not once more
@@ -203,10 +203,15 @@ class DdpEngine:
             return {}
         # No mask: padding stands on the right, where a causal model's real tokens don't look.
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        made = token_outputs(logits, batch["input_ids"], temperature, entropy="entropy" in wanted)
-        empty = ~batch["attention_mask"].bool()
-        empty[:, 0] = True
-        return {name: value.masked_fill(empty, 0.0) for name, value in made.items() if name in wanted}
+        made = token_outputs(
+            logits,
+            batch["input_ids"],
+            temperature,
+            entropy="entropy" in wanted,
+            teacher_ids=batch["teacher_ids"] if "top_log_probs" in wanted else None,
+        )
+        mask = batch["attention_mask"].bool()
+        return {name: without_padding(value, mask) for name, value in made.items() if name in wanted}
 
     def optimizer_zero_grad(self) -> None:
         self._training().zero_grad()

@@ -8,6 +8,8 @@ from core.mesh import MeshLayout
 
 from .config import DdpEngineConfig
 
+OUTPUTS = frozenset({"log_probs", "entropy", "top_log_probs"})
+
 
 def plan(config: DdpEngineConfig, world_size: int, model: ModelFacts | None) -> Plan:
     """One axis, dp, over all ranks: each has rows of its own, and its output is collected.
@@ -18,4 +20,4 @@ def plan(config: DdpEngineConfig, world_size: int, model: ModelFacts | None) -> 
     if world_size < 1:
         raise Refused("an engine needs a rank", have=f"world size {world_size}", want="at least 1")
     layout = MeshLayout.of(dp=world_size)
-    return Plan(layout, layout.route(("dp",)), Limits())
+    return Plan(layout, layout.route(("dp",)), Limits(outputs=OUTPUTS))
