@@ -36,18 +36,6 @@ class OptimizerConfig:
                 f"schedule {self.schedule!r} needs total_steps", have=self.total_steps, mend="set total_steps"
             )
 
-    def lr_factor(self, step: int) -> float:
-        """Multiplier of lr at a step counted from 0: linear warm-up, then the schedule."""
-        from math import cos, pi
-
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        if self.schedule == "constant" or not self.total_steps:
-            return 1.0
-        done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
-        left = 1 - done if self.schedule == "linear" else (1 + cos(pi * done)) / 2
-        return self.min_lr_ratio + (1 - self.min_lr_ratio) * left
-
 
 @attrs.frozen
 class EngineConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,11 @@ if TYPE_CHECKING:
 DEVICE_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
-def choose_device(device: str | None = None, local_rank: int = 0) -> torch.device:
-    """This rank's device.
+def choose_device(device: str | None = None) -> torch.device:
+    """This rank's device: the one whose number is in LOCAL_RANK.
 
     Args:
         device: "cpu", "cuda" or None for what the machine has.
-        local_rank: number of the rank on its node. Ray shows an actor only its own GPUs, so it wraps around.
 
     Raises:
         Refused: the device is unknown, or the machine has none of it.
@@ -35,7 +35,8 @@ def choose_device(device: str | None = None, local_rank: int = 0) -> torch.devic
         return torch.device("cpu")
     if not have_cuda:
         raise Refused("this process sees no CUDA device", want="device 'cpu', or a pool with use_gpu=True")
-    index = local_rank % torch.cuda.device_count()
+    # Ray shows an actor only its own GPUs, so the number wraps around.
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

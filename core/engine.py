@@ -1,4 +1,4 @@
-"""The contract of training backends: Engine, and the values that it exchanges with workers."""
+"""The contract of training backends: Engine, what it may offer, and the values that it exchanges with workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 import attrs
 
 from core.loss import LossFn, LossScale, Metric
-from core.manifest import Limits
+from core.manifest import Capability, Limits
 from core.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ class Engine(Protocol):
     """A training backend on one rank.
 
     Workers plan micro-batches, set the scale, join metrics and restore row order; the engine owns forward, backward,
-    accumulation without needless synchronisation, pipeline schedule and optimizer.
+    accumulation without needless synchronisation, pipeline schedule and optimizer. What only some engines offer has a
+    protocol of its own; see OPTIONAL.
     """
 
     @property
@@ -87,20 +88,28 @@ class Engine(Protocol):
         """Move the schedule on; gives the learning rate that the step just taken used."""
         ...
 
-    def weight_specs(self, adapter: Literal["merged", "only"] = "merged") -> Sequence[WeightSpec]: ...
-    def export_weights(
-        self, adapter: Literal["merged", "only"] = "merged", dst: Literal["all", "first"] = "all"
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def weight_specs(self) -> Sequence[WeightSpec]: ...
+    def export_weights(self, dst: Literal["all", "first"] = "all") -> Iterator[tuple[str, torch.Tensor]]:
         """Collective: every rank iterates to the end. Full tensors one at a time, in the order of weight_specs; on
         ranks that dst leaves out, the tensor is empty."""
         ...
 
     def load_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> None: ...
-    def adapter_disabled(self) -> AbstractContextManager[None]:
-        """The reference policy without a second model."""
-        ...
+
+    def shutdown(self) -> None: ...
+
+
+@runtime_checkable
+class OffloadEngine(Protocol):
+    """An engine with the capability "offload": its state can wait on the CPU."""
 
     def to(self, device: Literal["cpu", "device"], *, model: bool, optimizer: bool, grad: bool) -> None: ...
+
+
+@runtime_checkable
+class CheckpointEngine(Protocol):
+    """An engine with the capability "checkpoint"."""
+
     def save_checkpoint(self, path: str, *, step: int) -> None:
         """Collective. Refused on all ranks when any rank cannot write; then `path` does not exist afterwards."""
         ...
@@ -109,4 +118,24 @@ class Engine(Protocol):
         """Collective. Returns the step. Refused, with nothing changed, when it is of another model."""
         ...
 
-    def shutdown(self) -> None: ...
+
+@runtime_checkable
+class AdapterEngine(Protocol):
+    """An engine with the capability "adapter": what it trains is an adapter. `export_weights` then merges it."""
+
+    def adapter_specs(self) -> Sequence[WeightSpec]: ...
+    def export_adapter(self, dst: Literal["all", "first"] = "all") -> Iterator[tuple[str, torch.Tensor]]:
+        """Collective, as Engine.export_weights, of the adapter's own tensors in the order of adapter_specs."""
+        ...
+
+    def adapter_disabled(self) -> AbstractContextManager[None]:
+        """The reference policy without a second model."""
+        ...
+
+
+OPTIONAL: Mapping[Capability, type] = {
+    Capability.OFFLOAD: OffloadEngine,
+    Capability.CHECKPOINT: CheckpointEngine,
+    Capability.ADAPTER: AdapterEngine,
+}
+"""The protocol of each capability. An engine that doesn't offer one doesn't have its methods."""

@@ -23,7 +23,7 @@ class Capability(StrEnum):
     CHECKPOINT = "checkpoint"  # save_checkpoint, load_checkpoint
     RESHARD = "reshard"  # a checkpoint loads at another world size
     OFFLOAD = "offload"  # Engine.to
-    ADAPTER = "adapter"  # weight_specs and export_weights of an adapter only, adapter_disabled
+    ADAPTER = "adapter"  # adapter_specs, export_adapter, adapter_disabled
     PACKED = "packed"  # runs rows without padding between them
     ROW_SEEDS = "row_seeds"  # sample j of row i draws from (seed, i, j), whatever the dp size
     RELEASE = "release"  # ReleasingRollout: release and resume free memory, on every device

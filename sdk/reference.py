@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from core.config import OptimizerConfig
 from core.loss import LossFn, LossScale, Metric
+from manymesh.parts.schedule import lr_factor
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=1.0)
 UNEQUAL = (40, 2, 17, 3, 25, 1, 9, 5)
@@ -122,7 +124,7 @@ class PlainTrainer:
         ]
         self._config = config
         self._optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, config.lr_factor)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, partial(lr_factor, config))
 
     def outputs(self, batch: TensorDict, temperature: float = TEMPERATURE) -> dict[str, torch.Tensor]:
         ids, mask = batch["input_ids"], batch["attention_mask"]

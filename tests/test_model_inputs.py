@@ -106,7 +106,7 @@ class SeesPatches:
         temperature: float = 1.0,
     ) -> list[MicroResult]:
         for each in micro_batches:
-            check_padded(each, where="forward_backward", inputs=self._reads)
+            check_padded(each, frozenset(), where="forward_backward", inputs=self._reads)
         self.micro_batches += micro_batches
         return [
             MicroResult({"log_probs": each["inputs/pixels"][:, 0, :1] * each["attention_mask"]}, {})

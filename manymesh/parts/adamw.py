@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from core.config import OptimizerConfig
 from core.engine import StepInfo
 from core.errors import Refused
+from manymesh.parts.schedule import Scheduled
 
 
-class ScheduledAdamW:
+class ScheduledAdamW(Scheduled):
     """AdamW with weight decay on matrices only, its state made at once so that a checkpoint always has it.
 
     Args:
@@ -27,7 +28,7 @@ class ScheduledAdamW:
     def __init__(
         self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, group: Any = None
     ) -> None:
-        self._parameters, self._config, self._group = dict(parameters), config, group
+        self._parameters, self._group = dict(parameters), group
         matrices = [p for p in self._parameters.values() if p.ndim > 1]
         others = [p for p in self._parameters.values() if p.ndim <= 1]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
@@ -40,7 +41,7 @@ class ScheduledAdamW:
             fused=True,
         )
         self._make_state()
-        self.schedule_step = 0
+        super().__init__(config, self._adamw.param_groups)
 
     def _make_state(self) -> None:
         # A step at learning rate 0 with zero gradients makes the state and moves nothing, but counts as a step, which
@@ -51,21 +52,6 @@ class ScheduledAdamW:
         self.zero_grad()
         for state in self._adamw.state.values():
             state["step"].zero_()
-
-    @property
-    def schedule_step(self) -> int:
-        """How often the schedule has advanced. Setting it sets the learning rate."""
-        return self._schedule_step
-
-    @schedule_step.setter
-    def schedule_step(self, step: int) -> None:
-        self._schedule_step = step
-        for group in self._adamw.param_groups:
-            group["lr"] = self._config.lr * self._config.lr_factor(step)
-
-    @property
-    def lr(self) -> float:
-        return float(self._adamw.param_groups[0]["lr"])
 
     def zero_grad(self) -> None:
         self._adamw.zero_grad(set_to_none=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -35,7 +34,7 @@ class BaseRollout:
     def __init__(self, config: RolloutConfig, device: str | None, mesh: RankMesh) -> None:
         self._config: RolloutConfig = config
         self._mesh = mesh
-        self._device = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        self._device = choose_device(device)
         self._weights: WeightState | None = None
         self._expected: Mapping[str, torch.Tensor] = {}
         self._announced: Announced | None = None

@@ -15,9 +15,10 @@ from tensordict import TensorDict, TensorDictBase
 from core.batch import flat, nested, num_rows, row_groups, row_lengths, take, to_jagged, to_padded
 from core.config import structure
 from core.dispatch import Dispatch, on_mesh, register
-from core.engine import Engine, MicroResult
+from core.engine import OPTIONAL, Engine, MicroResult
 from core.errors import ConfigError, Refused
 from core.loss import LossFn, LossScale, LossSpec, Metric
+from core.manifest import Capability
 from core.registry import Choice, EngineRegistry
 from core.worker import Shard, Worker
 from manymesh.parts.agreement import agree
@@ -173,18 +174,19 @@ class TrainingWorker(Worker):
         self, device: Literal["cpu", "device"], model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
         """Move the engine's state between the CPU and its device."""
-        self.engine.to(device, model=model, optimizer=optimizer, grad=grad)
+        self._offered(Capability.OFFLOAD).to(device, model=model, optimizer=optimizer, grad=grad)
 
     @register()
     def save_checkpoint(self, path: str, step: int = 0) -> None:
         """Write a checkpoint. Refused on all ranks when one cannot write; then nothing is left at `path`."""
-        self.engine.save_checkpoint(path, step=step)
+        self._offered(Capability.CHECKPOINT).save_checkpoint(path, step=step)
 
     @register(Dispatch.SAME_ON_ALL)
     def load_checkpoint(self, path: str) -> int:
         """Read a checkpoint, also of another world size; gives its step. Refused, with nothing changed, when it is of
         another model."""
-        return self.engine.load_checkpoint(path)
+        step: int = self._offered(Capability.CHECKPOINT).load_checkpoint(path)
+        return step
 
     @register()
     def export_model(self, path: str) -> None:
@@ -199,6 +201,15 @@ class TrainingWorker(Worker):
 
     def shutdown(self) -> None:
         self.engine.shutdown()
+
+    def _offered(self, capability: Capability) -> Any:
+        """The engine, which meets the protocol of a capability, or Refused."""
+        if not isinstance(self.engine, OPTIONAL[capability]):
+            raise Refused(
+                f"backend {self.config.backend!r} doesn't offer {capability.value!r}",
+                mend=f"see `python -m core.list_engines {self.config.backend}` for what it offers",
+            )
+        return self.engine
 
     def _need_loss(self) -> LossFn:
         if self._loss_fn is None:

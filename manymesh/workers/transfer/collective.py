@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ class CollectiveTransfer:
     """
 
     def __init__(self, config: CollectiveConfig, device: str | None = None) -> None:
-        self._device = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        self._device = choose_device(device)
         self._backend: Any = None
         self._work: Any = None  # the last broadcast
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(2)]

@@ -71,12 +71,6 @@ def drop_gradients(model: Any) -> None:
     model.zero_grad(set_to_none=True)  # last: only now are the model's parameters the shards again
 
 
-def persistent(model: Any) -> dict[str, torch.Tensor]:
-    """What a checkpoint keeps of a model: parameters, tied ones once, and persistent buffers. Not copied."""
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    return {name: each for name, each in model.state_dict(keep_vars=True).items() if name not in tied}
-
-
 def copy_full(into: torch.Tensor, full: torch.Tensor) -> None:
     """Write a full tensor, the same on every rank, into a parameter or buffer. Not collective."""
     with torch.no_grad():

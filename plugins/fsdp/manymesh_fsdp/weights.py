@@ -25,8 +25,9 @@ from transformers.core_model_loading import (
 )
 
 from core.engine import WeightSpec
+from manymesh.parts.engine_checkpoint import persistent
 from manymesh.parts.weights import checked, together
-from manymesh_fsdp.model import copy_full, persistent
+from manymesh_fsdp.model import copy_full
 
 
 @attrs.frozen

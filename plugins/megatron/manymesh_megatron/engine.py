@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import manymesh_megatron.quiet  # isort: skip  # noqa: F401  # before megatron is imported
@@ -23,10 +23,10 @@ from tensordict import TensorDict
 from core.engine import MicroResult, StepInfo, WeightSpec
 from core.errors import Refused
 from core.loss import LossFn, LossScale
-from core.manifest import Limits, ModelFacts
+from core.manifest import ModelFacts
 from core.mesh import RankMesh
 from manymesh.parts.agreement import agree, on_first_rank
-from manymesh.parts.micro_batches import check_padded, check_request
+from manymesh.parts.engine_base import OffloadEngineBase, Part, require_world
 from manymesh_megatron.checkpoint import Checkpoints
 from manymesh_megatron.config import MegatronConfig
 from manymesh_megatron.ddp import in_ddp
@@ -40,12 +40,13 @@ from manymesh_megatron.runtime import Runtime
 from manymesh_megatron.schedule import Step, check_shapes, common_shapes
 from manymesh_megatron.weights import NamedWeights
 
-Adapter = Literal["merged", "only"]
 _logger = logging.getLogger(__name__)
 
 
-class MegatronEngine:
-    """Meets `core.engine.Engine`. The default process group spans the engine's ranks.
+class MegatronEngine(OffloadEngineBase[Loaded]):
+    """Meets `core.engine.Engine`, `OffloadEngine` and `CheckpointEngine`.
+
+    The default process group spans the engine's ranks.
 
     Args:
         config: options; see MegatronConfig.
@@ -58,35 +59,25 @@ class MegatronEngine:
     """
 
     def __init__(self, config: MegatronConfig, device: str | None = None, *, model_type: str | None = None) -> None:
-        if not dist.is_initialized():
-            raise Refused(
-                "the engine needs torch.distributed to be initialised", mend="call core.device.join_world first"
-            )
+        require_world()
         self._config, self._value_head = config, model_type == "value_model"
         self._runtime = Runtime.choose(config, device)
         world = dist.group.WORLD
         self._model: ModelFacts = on_first_rank(world, lambda: ModelFacts.read(config.model))
         planned = plan(config, dist.get_world_size(), self._model)
-        self._limits = planned.limits
+        limits = planned.limits
+        if self._value_head:
+            limits = attrs.evolve(limits, outputs=frozenset({"values"}))
         if dist.get_rank() == 0:
             for note in planned.notes:
                 _logger.info(note)
-        if self._value_head:
-            self._limits = attrs.evolve(planned.limits, outputs=frozenset({"values"}))
         with self._runtime.scope():
             open_groups(self, config)
-        self._mesh = RankMesh(planned.layout, dist.get_rank(), planned.route, group_along)
+        mesh = RankMesh(planned.layout, dist.get_rank(), planned.route, group_along)
+        super().__init__(mesh, limits, parameters=config.offload_parameters, optimizer=config.offload_optimizer)
+        self._parked: dict[Part, list[Parked]] = {}
         self._one_shape = config.moe_dispatcher == "allgather" and self._mesh.dp_size > 1
-        self._loaded: Loaded | None = None
         self._checkpoints = Checkpoints(config, self._model, self._runtime, self._mesh)
-
-    @property
-    def mesh(self) -> RankMesh:
-        return self._mesh
-
-    @property
-    def limits(self) -> Limits:
-        return self._limits
 
     def initialize(self) -> None:
         """Collective: build this rank's stages, read their weights, and make the optimizer.
@@ -111,7 +102,7 @@ class MegatronEngine:
                 optimizer = ScheduledOptimizer(chunks, config)
         self._loaded = Loaded(models, chunks, transformer, weights, optimizer)
         self._hooks(False)
-        self.to("cpu", model=config.offload_parameters, optimizer=config.offload_optimizer, grad=True)
+        self._hold(self._loaded)
 
     def _read(self, weights: NamedWeights) -> None:
         problem: Refused | None = None
@@ -121,38 +112,13 @@ class MegatronEngine:
             problem = error
         agree(dist.group.WORLD, problem)
 
-    def train_mode(self) -> AbstractContextManager[None]:
-        """Raises Refused for an engine that is not trainable."""
-        self._training()
-        return self._mode(training=True)
-
-    def eval_mode(self) -> AbstractContextManager[None]:
-        self._ready()
-        return self._mode(training=False)
-
-    @contextmanager
-    def _mode(self, *, training: bool) -> Iterator[None]:
-        # Load what is away, and send away again only that: a mode within a mode changes nothing for the outer one.
+    def _set_training(self, training: bool) -> bool:
         loaded = self._ready()
-        load_model = "model" in loaded.away
-        load_optimizer = training and "optimizer" in loaded.away
-        before = loaded.chunks[0].training
-        self.to("device", model=load_model, optimizer=load_optimizer, grad=load_model)
+        before = bool(loaded.chunks[0].training)
         for chunk in loaded.chunks:
             chunk.train(training)
         self._hooks(training)
-        try:
-            yield
-        finally:
-            self._hooks(before)
-            for chunk in loaded.chunks:
-                chunk.train(before)
-            self.to(
-                "cpu",
-                model=load_model and self._config.offload_parameters,
-                optimizer=load_optimizer and self._config.offload_optimizer,
-                grad=True,
-            )
+        return before
 
     def _hooks(self, gathering: bool) -> None:
         """With overlap_param_gather, parameters are whole only in forward passes under these hooks, or without them."""
@@ -184,16 +150,8 @@ class MegatronEngine:
                 of micro-batches that the schedule cannot run, weights that are on CPU, or training without a loss, or
                 of an engine that is not trainable.
         """
+        wanted = self._check_pass(micro_batches, loss_fn, outputs, temperature=temperature, forward_only=forward_only)
         loaded = self._ready()
-        where = "MegatronEngine.forward_backward"
-        wanted = check_request(
-            self._limits, loss_fn, outputs, temperature=temperature, forward_only=forward_only, where=where
-        )
-        if not forward_only:
-            self._training()
-        self._on("model")
-        for batch in micro_batches:
-            check_padded(batch, wanted, where=where)
         check_shapes(self._limits, micro_batches)
         step = Step(
             models=loaded.chunks,
@@ -224,7 +182,7 @@ class MegatronEngine:
         optimizer = self._training()
         loaded = self._ready()
         loaded.has_gradients = False
-        if "model" in loaded.away:
+        if "model" in self._away:
             return  # gradients come back as zeros
         with self._runtime.scope():
             for chunk in loaded.chunks:
@@ -235,27 +193,19 @@ class MegatronEngine:
         """Collective. Raises Refused, with no step taken, without gradients, while parameters or optimizer state are
         on CPU, or where a checkpoint could not be written in the background; that one is given up then."""
         optimizer = self._training()
-        self._on("model", "optimizer")
+        self._check_on_device("model", "optimizer")
         if not self._ready().has_gradients:
             raise Refused("there is no gradient to step with", mend="call forward_backward between zero_grad and step")
         self._checkpoints.poll()
         with self._runtime.scope():
             return optimizer.step()
 
-    def lr_scheduler_step(self) -> float:
-        optimizer = self._training()
-        used = optimizer.lr
-        optimizer.schedule_step += 1
-        return used
+    def weight_specs(self) -> Sequence[WeightSpec]:
+        return self._ready().weights.specs()
 
-    def weight_specs(self, adapter: Adapter = "merged") -> Sequence[WeightSpec]:
-        return self._named(adapter).specs()
-
-    def export_weights(
-        self, adapter: Adapter = "merged", dst: Literal["all", "first"] = "all"
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_weights(self, dst: Literal["all", "first"] = "all") -> Iterator[tuple[str, torch.Tensor]]:
         """Collective; see core.engine.Engine. Parameters that are on CPU are loaded for the time."""
-        weights = self._named(adapter)
+        weights = self._ready().weights
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
             with self.eval_mode():
@@ -270,40 +220,31 @@ class MegatronEngine:
             Refused: an unknown or doubled name or a wrong shape, at once; missing names, at the end. What came
                 before is loaded then.
         """
-        weights = self._named("merged")
         loaded = self._ready()
         with self.eval_mode():
             try:
-                weights.load(stream)
+                loaded.weights.load(stream)
             finally:
                 if loaded.optimizer is not None:
                     with self._runtime.scope():
                         loaded.optimizer.take_weights()
 
-    def adapter_disabled(self) -> AbstractContextManager[None]:
-        """Raises Refused: the engine trains whole models."""
-        raise _no_adapter()
-
-    def to(self, device: Literal["cpu", "device"], *, model: bool, optimizer: bool, grad: bool) -> None:
-        """Move parameters and gradient buffers, and optimizer state.
-
-        Gradients are not kept on the way to the CPU: they come back as zeros, with the parameters.
-        """
+    def _move(self, part: Part, device: Literal["cpu", "device"]) -> None:
+        """Gradients are not kept on the way to the CPU: they come back as zeros, with the parameters."""
         loaded = self._ready()
         if device == "device":
-            for part in [name for name, wanted in (("model", model), ("optimizer", optimizer)) if wanted]:
-                for parked in loaded.away.pop(part, []):
-                    parked.restore()
-            return
-        if model and "model" not in loaded.away:
-            loaded.away["model"] = [Parked(parameter_tensors(loaded.models))]
+            for parked in self._parked.pop(part):
+                parked.restore()
+        elif part == "model":
+            self._parked[part] = [Parked(parameter_tensors(loaded.models))]
             if loaded.optimizer is not None:
-                loaded.away["model"].append(Parked(gradient_tensors(loaded.chunks), keep=False))
+                self._parked[part].append(Parked(gradient_tensors(loaded.chunks), keep=False))
                 loaded.has_gradients = False
-        if optimizer and loaded.optimizer is not None and "optimizer" not in loaded.away:
-            loaded.away["optimizer"] = [Parked(state_tensors(loaded.optimizer))]
-        if model or optimizer:
-            self._runtime.free_cache()
+        elif loaded.optimizer is not None:
+            self._parked[part] = [Parked(state_tensors(loaded.optimizer))]
+
+    def _free_cache(self) -> None:
+        self._runtime.free_cache()
 
     def save_checkpoint(self, path: str, *, step: int) -> None:
         """Collective. Replaces an older checkpoint once the new one is whole: with async_checkpoint not at once.
@@ -331,7 +272,7 @@ class MegatronEngine:
     def _all_there(self) -> Iterator[Loaded]:
         """Parameters, whole, and optimizer state on the device; what was away is sent away again."""
         loaded = self._ready()
-        model, optimizer = "model" in loaded.away, "optimizer" in loaded.away
+        model, optimizer = "model" in self._away, "optimizer" in self._away
         self.to("device", model=model, optimizer=optimizer, grad=model)
         try:
             with self.eval_mode():
@@ -347,37 +288,7 @@ class MegatronEngine:
         try:
             self._checkpoints.settle()
         finally:
-            self._loaded = None
+            super().shutdown()
+            self._parked.clear()
             close_groups(self)
             gc.collect()  # megatron's objects refer to each other, and to gloo groups that have threads
-
-    def _ready(self) -> Loaded:
-        if self._loaded is None:
-            raise Refused("the engine holds no model", mend="call initialize() first")
-        return self._loaded
-
-    def _training(self) -> ScheduledOptimizer:
-        optimizer = self._ready().optimizer
-        if optimizer is None:
-            raise Refused("the engine is not trainable", have="trainable=False", mend="set trainable=True")
-        return optimizer
-
-    def _on(self, *parts: str) -> None:
-        if away := [part for part in parts if part in self._ready().away]:
-            raise Refused(
-                f"{' and '.join(away)} {'are' if len(away) > 1 else 'is'} on CPU, sent there by to() or offload",
-                mend="enter train_mode() or eval_mode(), or call to('device', ...)",
-                where="MegatronEngine",
-            )
-
-    def _named(self, adapter: Adapter) -> NamedWeights:
-        loaded = self._ready()
-        if adapter == "only":
-            raise _no_adapter()
-        return loaded.weights
-
-
-def _no_adapter() -> Refused:
-    return Refused(
-        "the Megatron engine has no adapters", have="whole parameters are trained", mend="use adapter='merged'"
-    )

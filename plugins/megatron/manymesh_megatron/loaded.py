@@ -8,14 +8,13 @@ import attrs
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from manymesh_megatron.offload import Parked
 from manymesh_megatron.optimizer import ScheduledOptimizer
 from manymesh_megatron.weights import NamedWeights
 
 
 @attrs.define
 class Loaded:
-    """A rank's part of the model, its optimizer, and what is on the CPU."""
+    """A rank's part of the model, and its optimizer."""
 
     models: list[GPTModel]  # this rank's stages, in virtual order
     chunks: list[Any]  # the same in megatron's DDP, where the engine is trainable
@@ -23,4 +22,3 @@ class Loaded:
     weights: NamedWeights
     optimizer: ScheduledOptimizer | None
     has_gradients: bool = False
-    away: dict[str, list[Parked]] = attrs.field(factory=dict)  # by part: "model", "optimizer"

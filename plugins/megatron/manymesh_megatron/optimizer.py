@@ -15,6 +15,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from core.engine import StepInfo
+from manymesh.parts.schedule import Scheduled
 from manymesh_megatron.config import MegatronConfig
 
 MOMENTS, MASTER = ("exp_avg", "exp_avg_sq"), "fp32_param"
@@ -35,11 +36,10 @@ class Share:
     alone: bool
 
 
-class ScheduledOptimizer:
+class ScheduledOptimizer(Scheduled):
     """AdamW over chunks in megatron's DDP; fp32 copies of bf16 parameters; its state split over dp where configured."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], config: MegatronConfig) -> None:
-        self._config = config.optimizer
         options = CoreOptimizerConfig(
             optimizer="adam",
             lr=config.optimizer.lr,
@@ -57,22 +57,7 @@ class ScheduledOptimizer:
         for group in self.core.param_groups:
             # megatron has its own scheduler apply this factor; until it ran, norms and biases would decay.
             group["weight_decay"] = config.optimizer.weight_decay * group["wd_mult"]
-        self.schedule_step = 0
-
-    @property
-    def schedule_step(self) -> int:
-        """How often the schedule has advanced. Setting it sets the learning rate."""
-        return self._schedule_step
-
-    @schedule_step.setter
-    def schedule_step(self, step: int) -> None:
-        self._schedule_step = step
-        for group in self.core.param_groups:
-            group["lr"] = self.lr * group["lr_mult"]
-
-    @property
-    def lr(self) -> float:
-        return self._config.lr * self._config.lr_factor(self._schedule_step)
+        super().__init__(config.optimizer, self.core.param_groups)
 
     @property
     def parts(self) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -40,7 +39,7 @@ class Runtime:
     def choose(cls, config: MegatronConfig, device: str | None) -> Runtime:
         """Raises Refused: no such device, or TransformerEngine's layers where it isn't."""
         set_variables()
-        chosen = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        chosen = choose_device(device)
         on_cuda = chosen.type == "cuda"
         have = on_cuda and importlib.util.find_spec("transformer_engine") is not None
         if config.layer_spec == "transformer_engine" and not have:

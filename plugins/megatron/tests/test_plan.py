@@ -95,7 +95,7 @@ def test_rows_are_packed_where_asked_or_where_the_attention_is_transformer_engin
 def test_a_value_model_gives_values() -> None:
     head = {"architectures": ["Qwen3ForTokenClassification"], "id2label": {"0": "LABEL_0"}}
     assert planned(1, attrs.evolve(DENSE, config={**SHAPE, **head})).limits.outputs == {"values"}
-    assert planned(1, DENSE).limits.outputs == {"log_probs", "entropy"}
+    assert planned(1, DENSE).limits.outputs == {"log_probs", "entropy", "top_log_probs"}
 
 
 def changed(model: ModelFacts, **config: Any) -> ModelFacts:

@@ -15,6 +15,7 @@ from core.batch import select, to_jagged, to_padded
 from core.config import OptimizerConfig
 from core.errors import Refused
 from core.loss import LossFn
+from manymesh.parts.schedule import lr_factor
 from sdk.conformance.base import Subject, gate
 from sdk.conformance.suites.mesh import MeshSuite
 from sdk.reference import BOTH, TEMPERATURE, PlainTrainer, PolicyLoss, ValueLoss, make_batch, scale_of
@@ -106,7 +107,7 @@ def plain_training(model: str, value_model: bool, optimizer: OptimizerConfig, ba
     start = trainer.weights()
     outputs = {name: value.detach() for name, value in trainer.outputs(batches[0]).items()}
     steps = [trainer.step(batch) for batch in batches]
-    rates = [optimizer.lr * optimizer.lr_factor(number) for number in range(len(batches))]
+    rates = [optimizer.lr * lr_factor(optimizer, number) for number in range(len(batches))]
     losses, norms = ([step[i] for step in steps] for i in range(2))
     return Trained(outputs, losses, norms, rates, start, trainer.weights())
 

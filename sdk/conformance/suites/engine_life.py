@@ -15,11 +15,12 @@ import torch
 
 from core.batch import to_jagged
 from core.config import OptimizerConfig
-from core.engine import Engine
+from core.engine import OPTIONAL, Engine
 from core.errors import Refused
 from core.loss import LossFn
 from core.manifest import Capability
-from sdk.conformance.base import Subject, absent, offered
+from manymesh.parts.schedule import lr_factor
+from sdk.conformance.base import Subject, offered
 from sdk.conformance.closeness import assert_close, assert_moved_alike
 from sdk.conformance.process_state import left_behind, process_state, restore
 from sdk.conformance.suites.engine_base import (
@@ -233,9 +234,9 @@ def moved(
         return changed, weights(engine), infer(engine, BATCHES[0], outputs)
 
 
-def asked_to_move(rank: int, world_size: int, subject: Subject, model: str) -> str:
+def protocols_of(rank: int, world_size: int, subject: Subject, model: str) -> set[Capability]:
     with engine_of(subject, model) as engine:
-        return answer_to(lambda: engine.to("cpu", model=True, optimizer=True, grad=True))
+        return {capability for capability, protocol in OPTIONAL.items() if isinstance(engine, protocol)}
 
 
 def refused_to_read(rank: int, world_size: int, subject: Subject, model: str) -> str:
@@ -357,7 +358,7 @@ class LifeSuite(EngineSuite):
 
     @same_for_every_model_type
     def test_the_schedule_is_the_one_of_the_options(self) -> None:
-        want = [SCHEDULED.lr * SCHEDULED.lr_factor(number) for number in range(6)]
+        want = [SCHEDULED.lr * lr_factor(SCHEDULED, number) for number in range(6)]
         for rates in self.on(self.worlds_used()[0], rates_of, self.model_of_suite()):
             assert rates == pytest.approx(want)
 
@@ -373,7 +374,9 @@ class LifeSuite(EngineSuite):
             assert changed == [], "weights exported from CPU"
             assert_moved_alike(end, plain.end, plain.start, limit=1e-3)
 
-    @absent(Capability.OFFLOAD)
-    def test_moving_to_cpu_is_refused(self) -> None:
-        for answer in self.on(self.worlds_used()[0], asked_to_move, self.model_of_suite()):
-            assert answer.startswith("refused"), answer
+    @same_for_every_model_type
+    def test_an_engine_has_the_methods_of_its_capabilities_and_no_others(self) -> None:
+        """What the manifest doesn't offer is not written: workers refuse by the protocol."""
+        offers = {capability for capability in OPTIONAL if capability in self.manifest().capabilities}
+        for have in self.on(self.worlds_used()[0], protocols_of, self.model_of_suite()):
+            assert have == offers, "capabilities whose protocol the engine meets, and those that its manifest offers"

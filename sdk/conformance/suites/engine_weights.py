@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from core.engine import WeightSpec
+from core.engine import AdapterEngine, WeightSpec
 from core.loss import LossFn
 from core.manifest import Capability
 from manymesh.parts.weights import together
-from sdk.conformance.base import Subject, absent, offered
+from sdk.conformance.base import Subject, offered
 from sdk.conformance.closeness import assert_close
 from sdk.conformance.suites.engine_base import (
     BATCHES,
@@ -90,31 +90,22 @@ def spoilt_streams(rank: int, world_size: int, subject: Subject, model: str) -> 
         return answers, differing(weights(engine), whole)
 
 
-def adapter_alone(rank: int, world_size: int, subject: Subject, model: str) -> dict[str, str]:
-    with engine_of(subject, model, trainable=False) as engine:
-        return {
-            "weight_specs": answer_to(lambda: engine.weight_specs("only")),
-            "export_weights": answer_to(lambda: list(engine.export_weights("only"))),
-            "adapter_disabled": answer_to(lambda: engine.adapter_disabled().__enter__()),
-        }
-
-
 def adapter_in_use(
     rank: int, world_size: int, subject: Subject, model: str, loss: LossFn, outputs: frozenset[str]
 ) -> dict[str, Any]:
     """What a step moves, by the adapter's own names and merged; outputs before, after, and without the adapter."""
     with engine_of(subject, model) as engine:
-        if (answer := answer_to(lambda: engine.weight_specs("only"))) != "taken":
-            return {"answer": answer}
-        before, merged, only = infer(engine, BATCHES[0], outputs), weights(engine), dict(engine.export_weights("only"))
+        if not isinstance(engine, AdapterEngine):
+            return {"answer": "is no core.engine.AdapterEngine"}
+        before, merged, only = infer(engine, BATCHES[0], outputs), weights(engine), dict(engine.export_adapter())
         step(engine, BATCHES[0], loss)
         with engine.adapter_disabled():
             without = infer(engine, BATCHES[0], outputs)
         return {
-            "answer": answer,
-            "specs": [spec.name for spec in engine.weight_specs("only")],
+            "answer": "taken",
+            "specs": [spec.name for spec in engine.adapter_specs()],
             "names": list(only),
-            "moved": differing(dict(engine.export_weights("only")), only),
+            "moved": differing(dict(engine.export_adapter()), only),
             "merged moved": differing(weights(engine), merged),
             "outputs": (before, infer(engine, BATCHES[0], outputs), without),
         }
@@ -180,16 +171,10 @@ class WeightsSuite(EngineSuite):
         arguments = (self.model_of_suite(), self.loss(), self.outputs())
         for each in self.on(self.worlds_used()[-1], adapter_in_use, *arguments):
             assert each["answer"] == "taken"
-            assert each["names"] == each["specs"] != [], "the order of weight_specs('only')"
+            assert each["names"] == each["specs"] != [], "the order of adapter_specs"
             assert each["moved"], "training moves the adapter"
             assert each["merged moved"], "and with it the merged weights"
             before, after, without = each["outputs"]
             for name in before or ():
                 assert_close(without[name], before[name], atol=2e-5, rtol=1e-4, what=name)
                 assert (after[name] - before[name]).abs().max() > 1e-4
-
-    @absent(Capability.ADAPTER)
-    def test_an_adapter_alone_is_refused(self) -> None:
-        for answers in self.on(self.worlds_used()[0], adapter_alone, self.model_of_suite()):
-            taken = {name: answer for name, answer in answers.items() if not answer.startswith("refused")}
-            assert taken == {}, "calls that were not refused"

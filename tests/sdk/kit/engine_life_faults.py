@@ -126,8 +126,8 @@ class SwapsNames(Fault):
 class ExportsToAll(Fault):
     """exports to all ranks where the first alone was asked for"""
 
-    def export_weights(self, adapter: Any = "merged", dst: Any = "all") -> Iterator[tuple[str, torch.Tensor]]:
-        return super().export_weights(adapter, "all")  # type: ignore[misc,no-any-return]
+    def export_weights(self, dst: Any = "all") -> Iterator[tuple[str, torch.Tensor]]:
+        return super().export_weights("all")  # type: ignore[misc,no-any-return]
 
 
 @caught_by("test_exported_tensors_are_the_receivers_own")

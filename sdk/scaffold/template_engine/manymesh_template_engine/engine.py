@@ -7,37 +7,32 @@ tests say whether what you made still is an engine. Reading order of a step: `tr
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import attrs
 import torch
 import torch.distributed as dist
-from manymesh.parts import checkpoint_directory
 from manymesh.parts.adamw import ScheduledAdamW
 from manymesh.parts.agreement import on_every_rank
+from manymesh.parts.engine_base import EngineBase, require_world
+from manymesh.parts.engine_checkpoint import TorchCheckpoints
 from manymesh.parts.live_weights import WeightTable
 from manymesh.parts.log_probs import token_outputs, without_padding
-from manymesh.parts.micro_batches import check_loss, check_padded, check_request
+from manymesh.parts.micro_batches import check_loss
 from manymesh.parts.pretrained import load_causal_lm
-from manymesh.parts.torch_checkpoint import read_tensors, write_tensors
 from manymesh.parts.world_mesh import world_mesh, world_size
 from tensordict import TensorDict
 
 from core.device import choose_device
-from core.engine import MicroResult, StepInfo, WeightSpec
-from core.errors import Refused
+from core.engine import MicroResult, WeightSpec
 from core.loss import LossFn, LossScale
-from core.manifest import Limits
-from core.mesh import RankMesh
 
 from .config import TemplateEngineConfig
 from .plan import plan
 
 NAME = "template-engine"  # in the manifest; a checkpoint says which engine wrote it
-Adapter = Literal["merged", "only"]
 
 
 @attrs.frozen
@@ -49,8 +44,8 @@ class Loaded:
     optimizer: ScheduledAdamW | None
 
 
-class TemplateEngine:
-    """Meets `core.engine.Engine`.
+class TemplateEngine(EngineBase[Loaded]):
+    """Meets `core.engine.Engine` and `CheckpointEngine`.
 
     Args:
         config: options.
@@ -61,21 +56,11 @@ class TemplateEngine:
     """
 
     def __init__(self, config: TemplateEngineConfig, device: str | None = None) -> None:
-        if not dist.is_initialized():
-            raise Refused("the engine needs torch.distributed", mend="call core.device.join_world first")
-        self._config = config
-        self._device = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        require_world()
         planned = plan(config, world_size(), None)
-        self._limits, self._mesh = planned.limits, world_mesh(planned)
-        self._loaded: Loaded | None = None
-
-    @property
-    def mesh(self) -> RankMesh:
-        return self._mesh
-
-    @property
-    def limits(self) -> Limits:
-        return self._limits
+        super().__init__(world_mesh(planned), planned.limits)
+        self._config, self._device = config, choose_device(device)
+        self._checkpoints = TorchCheckpoints(NAME, self._device)
 
     def initialize(self) -> None:
         """Collective: each rank reads the model.
@@ -96,24 +81,11 @@ class TemplateEngine:
         optimizer = ScheduledAdamW(dict(model.named_parameters()), config.optimizer) if config.trainable else None
         self._loaded = Loaded(model, WeightTable(model), optimizer)
 
-    def train_mode(self) -> AbstractContextManager[None]:
-        """Raises Refused for an engine that is not trainable."""
-        self._training()
-        return self._mode(training=True)
-
-    def eval_mode(self) -> AbstractContextManager[None]:
-        self._ready()
-        return self._mode(training=False)
-
-    @contextmanager
-    def _mode(self, *, training: bool) -> Iterator[None]:
+    def _set_training(self, training: bool) -> bool:
         model = self._ready().model
-        before = model.training
+        before = bool(model.training)
         model.train(training)
-        try:
-            yield
-        finally:
-            model.train(before)
+        return before
 
     def forward_backward(
         self,
@@ -131,13 +103,8 @@ class TemplateEngine:
             Refused: an output that the engine doesn't have, a batch that isn't padded, or training without a loss or
                 of an engine that is not trainable.
         """
-        loaded, where = self._ready(), f"{type(self).__name__}.forward_backward"
-        wanted = check_request(
-            self._limits, loss_fn, outputs, temperature=temperature, forward_only=forward_only, where=where
-        )
-        for batch in micro_batches:
-            check_padded(batch, wanted, where=where)
-        optimizer = None if forward_only else self._training()
+        wanted = self._check_pass(micro_batches, loss_fn, outputs, temperature=temperature, forward_only=forward_only)
+        loaded, optimizer = self._ready(), None if forward_only else self._training()
         parameters = list(loaded.model.parameters())
         earlier = [parameter.grad for parameter in parameters]  # summed over ranks already: not once more
         if optimizer is not None:
@@ -152,7 +119,7 @@ class TemplateEngine:
                     if loss_fn is not None:
                         loss, metrics = loss_fn({name: made[name] for name in loss_fn.needs}, batch, scale)
                         if not forward_only:
-                            check_loss(loss, loss_fn, where=where)
+                            check_loss(loss, loss_fn, where="forward_backward")
                             loss.backward()
                     kept = {name: made[name] for name in outputs} if forward_only else {}
                     results.append(MicroResult(TensorDict(kept, batch.batch_size) if kept else None, metrics))
@@ -182,27 +149,12 @@ class TemplateEngine:
         mask = batch["attention_mask"].bool()
         return {name: without_padding(value, mask) for name, value in made.items() if name in wanted}
 
-    def optimizer_zero_grad(self) -> None:
-        self._training().zero_grad()
+    def weight_specs(self) -> Sequence[WeightSpec]:
+        return self._ready().weights.specs()
 
-    def optimizer_step(self) -> StepInfo:
-        """Raises Refused without gradients."""
-        return self._training().step()
-
-    def lr_scheduler_step(self) -> float:
-        optimizer = self._training()
-        used = optimizer.lr
-        optimizer.schedule_step += 1
-        return used
-
-    def weight_specs(self, adapter: Adapter = "merged") -> Sequence[WeightSpec]:
-        return self._weights(adapter).specs()
-
-    def export_weights(
-        self, adapter: Adapter = "merged", dst: Literal["all", "first"] = "all"
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_weights(self, dst: Literal["all", "first"] = "all") -> Iterator[tuple[str, torch.Tensor]]:
         """See core.engine.Engine. A tensor is the receiver's own: later training doesn't change it."""
-        return self._export(self._weights(adapter), empty=dst == "first" and self._mesh.rank > 0)
+        return self._export(self._ready().weights, empty=dst == "first" and self._mesh.rank > 0)
 
     def _export(self, weights: WeightTable, *, empty: bool) -> Iterator[tuple[str, torch.Tensor]]:
         for spec in weights.specs():
@@ -211,83 +163,17 @@ class TemplateEngine:
 
     def load_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Raises Refused: an unknown or doubled name or a wrong shape, at once; missing names, at the end."""
-        self._weights("merged").load(stream)
-
-    def adapter_disabled(self) -> AbstractContextManager[None]:
-        raise _not_offered("adapters")
-
-    def to(self, device: Literal["cpu", "device"], *, model: bool, optimizer: bool, grad: bool) -> None:
-        raise _not_offered("offload")
+        self._ready().weights.load(stream)
 
     def save_checkpoint(self, path: str, *, step: int) -> None:
-        """Collective. Replaces an older checkpoint at `path` once the new one is whole.
-
-        Raises:
-            Refused: on all ranks, where any cannot write. The engine and what was at `path` are untouched.
-        """
-        tensors = self._tensors() | checkpoint_directory.rng_tensors(self._device, self._mesh.rank)
-        checkpoint_directory.save(
-            path, self._contents(step), lambda directory: write_tensors(directory, tensors), dist.group.WORLD
-        )
+        """Collective; see TorchCheckpoints.save."""
+        loaded = self._ready()
+        self._checkpoints.save(path, loaded.model, loaded.optimizer, step)
 
     def load_checkpoint(self, path: str) -> int:
-        """Collective. Random generators too, at the world size that it was saved with.
-
-        Raises:
-            Refused: on all ranks and with nothing changed, where there is no checkpoint, it is damaged, or it is of
-                another model.
-        """
-        have = checkpoint_directory.check(path, self._contents(0), dist.group.WORLD)
-        same_world = have.world_size == world_size()
-        rng = checkpoint_directory.rng_tensors(self._device, self._mesh.rank) if same_world else {}
-        read_tensors(path, self._tensors() | rng)
-        if rng:
-            checkpoint_directory.set_rng(rng, self._device, self._mesh.rank)
-        if (optimizer := self._ready().optimizer) is not None:
-            optimizer.zero_grad()
-            optimizer.schedule_step = have.schedule_step
-        return have.step
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds, not copied: reading writes into them."""
+        """Collective; see TorchCheckpoints.load."""
         loaded = self._ready()
-        tensors = {f"model.{name}": parameter.detach() for name, parameter in loaded.model.named_parameters()}
-        if loaded.optimizer is not None:
-            tensors |= {f"optimizer.{name}": tensor for name, tensor in loaded.optimizer.tensors().items()}
-        return tensors
-
-    def _contents(self, step: int) -> checkpoint_directory.Contents:
-        loaded = self._ready()
-        return checkpoint_directory.Contents(
-            engine=NAME,
-            step=step,
-            schedule_step=loaded.optimizer.schedule_step if loaded.optimizer else 0,
-            model_type=str(loaded.model.config.model_type),
-            world_size=world_size(),
-            parameters={name: list(parameter.shape) for name, parameter in loaded.model.named_parameters()},
-            optimizer=loaded.optimizer is not None,
-        )
-
-    def shutdown(self) -> None:
-        """Drop model and optimizer. The process group is the worker's."""
-        self._loaded = None
-
-    def _ready(self) -> Loaded:
-        if self._loaded is None:
-            raise Refused("the engine holds no model", mend="call initialize() first")
-        return self._loaded
-
-    def _training(self) -> ScheduledAdamW:
-        optimizer = self._ready().optimizer
-        if optimizer is None:
-            raise Refused("the engine is not trainable", have="trainable=False", mend="set trainable=True")
-        return optimizer
-
-    def _weights(self, adapter: Adapter) -> WeightTable:
-        loaded = self._ready()
-        if adapter == "only":
-            raise _not_offered("adapters")
-        return loaded.weights
+        return self._checkpoints.load(path, loaded.model, loaded.optimizer)
 
 
 def _sum_over_ranks(parameters: Sequence[torch.nn.Parameter], earlier: Sequence[torch.Tensor | None]) -> None:
@@ -298,7 +184,3 @@ def _sum_over_ranks(parameters: Sequence[torch.nn.Parameter], earlier: Sequence[
         wait.wait()
     for parameter, grad, before in zip(parameters, grads, earlier, strict=True):
         parameter.grad = grad if before is None else before.add_(grad)
-
-
-def _not_offered(what: str) -> Refused:
-    return Refused(f"the engine has no {what}", where=NAME, mend="its capabilities are in its manifest")

@@ -1,0 +1,229 @@
+"""What the life of every engine is made of: its place, its modes, what a pass refuses, the schedule, and the end.
+
+An engine subclasses EngineBase, or OffloadEngineBase where it can move its state to the CPU, and writes what is its
+own: `initialize`, `forward_backward`, and its weights. `forward_backward` stays whole in the engine, so that it reads
+from top to bottom; it begins with `self._check_pass(...)`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Generic, Literal, Protocol, TypeVar
+
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from core.engine import StepInfo
+from core.errors import Refused
+from core.loss import LossFn
+from core.manifest import Limits
+from core.mesh import RankMesh
+from manymesh.parts.micro_batches import check_padded, check_request
+
+
+class Steps(Protocol):
+    """An optimizer with its schedule, such as manymesh.parts.adamw.ScheduledAdamW."""
+
+    schedule_step: int
+
+    def zero_grad(self) -> None: ...
+    def step(self) -> StepInfo: ...
+    def advance(self) -> float: ...
+
+
+class Loaded(Protocol):
+    """What `initialize` builds. `optimizer` is None where the engine is not trainable."""
+
+    @property
+    def optimizer(self) -> Steps | None: ...
+
+
+L = TypeVar("L", bound=Loaded)
+
+
+def require_world() -> None:
+    """Raises Refused where torch.distributed is not initialised, which comes before any engine."""
+    if not dist.is_initialized():
+        raise Refused("the engine needs torch.distributed to be initialised", mend="call core.device.join_world first")
+
+
+class EngineBase(ABC, Generic[L]):
+    """An engine without its model.
+
+    Args:
+        mesh, limits: valid from construction on.
+    """
+
+    def __init__(self, mesh: RankMesh, limits: Limits) -> None:
+        self._mesh, self._limits = mesh, limits
+        self._loaded: L | None = None
+
+    @property
+    def mesh(self) -> RankMesh:
+        return self._mesh
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    def train_mode(self) -> AbstractContextManager[None]:
+        """Raises Refused for an engine that is not trainable."""
+        self._training()
+        return self._mode(training=True)
+
+    def eval_mode(self) -> AbstractContextManager[None]:
+        """Raises Refused before `initialize`."""
+        self._ready()
+        return self._mode(training=False)
+
+    @contextmanager
+    def _mode(self, *, training: bool) -> Iterator[None]:
+        before = self._set_training(training)
+        try:
+            yield
+        finally:
+            self._set_training(before)
+
+    def optimizer_zero_grad(self) -> None:
+        self._training().zero_grad()
+
+    def optimizer_step(self) -> StepInfo:
+        """Collective. Raises Refused without gradients."""
+        return self._training().step()
+
+    def lr_scheduler_step(self) -> float:
+        """Move the schedule on; gives the rate that the step just taken used."""
+        return self._training().advance()
+
+    def shutdown(self) -> None:
+        """Drop model and optimizer. The process group is the worker's."""
+        self._loaded = None
+
+    @abstractmethod
+    def _set_training(self, training: bool) -> bool:
+        """Put the model into training or evaluation mode; gives the mode that it was in."""
+
+    def _ready(self) -> L:
+        if self._loaded is None:
+            raise Refused("the engine holds no model", mend="call initialize() first")
+        return self._loaded
+
+    def _training(self) -> Steps:
+        optimizer = self._ready().optimizer
+        if optimizer is None:
+            raise Refused("the engine is not trainable", have="trainable=False", mend="set trainable=True")
+        return optimizer
+
+    def _check_pass(
+        self,
+        micro_batches: Sequence[TensorDict],
+        loss_fn: LossFn | None,
+        outputs: frozenset[str],
+        *,
+        temperature: float,
+        forward_only: bool,
+    ) -> frozenset[str]:
+        """The outputs that the model must compute in a pass.
+
+        Raises:
+            Refused: alike on all ranks, before anything runs: an output that the engine doesn't have, a batch that
+                isn't padded or lacks teacher_ids, a temperature that isn't above 0, or training without a loss or of
+                an engine that is not trainable.
+        """
+        where = f"{type(self).__name__}.forward_backward"
+        self._ready()
+        needed = check_request(
+            self._limits, loss_fn, outputs, temperature=temperature, forward_only=forward_only, where=where
+        )
+        if not forward_only:
+            self._training()
+        for batch in micro_batches:
+            check_padded(batch, needed, where=where)
+        return needed
+
+
+Part = Literal["model", "optimizer"]
+
+
+class OffloadEngineBase(EngineBase[L]):
+    """An engine whose parameters and optimizer state can wait on the CPU. Meets core.engine.OffloadEngine.
+
+    Args:
+        offload: the parts that are on CPU outside of the modes that need them.
+    """
+
+    def __init__(self, mesh: RankMesh, limits: Limits, *, parameters: bool, optimizer: bool) -> None:
+        super().__init__(mesh, limits)
+        self._offloads: dict[Part, bool] = {"model": parameters, "optimizer": optimizer}
+        self._away: set[Part] = set()
+
+    def _hold(self, loaded: L) -> None:
+        """Begin with what `initialize` has built on the device, and send away what the options say."""
+        self._loaded = loaded
+        self._away.clear()
+        self.to("cpu", model=self._offloads["model"], optimizer=self._offloads["optimizer"], grad=True)
+
+    @contextmanager
+    def _mode(self, *, training: bool) -> Iterator[None]:
+        # Load what is away, and send away again only that: a mode within a mode changes nothing for the outer one.
+        model, optimizer = "model" in self._away, training and "optimizer" in self._away
+        self.to("device", model=model, optimizer=optimizer, grad=model)
+        try:
+            with super()._mode(training=training):
+                yield
+        finally:
+            model, optimizer = model and self._offloads["model"], optimizer and self._offloads["optimizer"]
+            self.to("cpu", model=model, optimizer=optimizer, grad=True)
+
+    def optimizer_step(self) -> StepInfo:
+        """Collective. Raises Refused without gradients, or while parameters or optimizer state are on CPU."""
+        self._training()
+        self._check_on_device("model", "optimizer")
+        return super().optimizer_step()
+
+    def to(self, device: Literal["cpu", "device"], *, model: bool, optimizer: bool, grad: bool) -> None:
+        """Move parameters and buffers, and optimizer state. Gradients go with the parameters, whatever `grad` says."""
+        loaded = self._ready()
+        moved: list[Part] = ["model"] if model else []
+        if optimizer and loaded.optimizer is not None:
+            moved.append("optimizer")
+        moved = [part for part in moved if (part in self._away) == (device == "device")]
+        for part in moved:
+            self._move(part, device)
+        self._away = self._away - set(moved) if device == "device" else self._away | set(moved)
+        if moved and device == "cpu":
+            self._free_cache()
+
+    @abstractmethod
+    def _move(self, part: Part, device: Literal["cpu", "device"]) -> None:
+        """Move one part, which is on the other side."""
+
+    @abstractmethod
+    def _free_cache(self) -> None:
+        """Give memory that the allocator keeps back to the device, for other processes on it."""
+
+    def _check_pass(
+        self,
+        micro_batches: Sequence[TensorDict],
+        loss_fn: LossFn | None,
+        outputs: frozenset[str],
+        *,
+        temperature: float,
+        forward_only: bool,
+    ) -> frozenset[str]:
+        """As EngineBase; also Refused for parameters that are on CPU."""
+        needed = super()._check_pass(
+            micro_batches, loss_fn, outputs, temperature=temperature, forward_only=forward_only
+        )
+        self._check_on_device("model")
+        return needed
+
+    def _check_on_device(self, *parts: Part) -> None:
+        if away := [part for part in parts if part in self._away]:
+            raise Refused(
+                f"{' and '.join(away)} {'are' if len(away) > 1 else 'is'} on CPU, sent there by to() or offload",
+                mend="enter train_mode() or eval_mode(), or call to('device', ...)",
+                where=type(self).__name__,
+            )
