@@ -55,7 +55,9 @@ def requires_too_much(entry: Backend) -> Backend:
     return with_manifest(entry, requires=(("torch>=99",),))
 
 
-@entry_fault("moves to CPU, which its manifest doesn't offer", "test_moving_to_cpu_is_refused")
+@entry_fault(
+    "moves to CPU, which its manifest doesn't offer", "test_an_engine_has_the_methods_of_its_capabilities_and_no_others"
+)
 def hides_offload(entry: Backend) -> Backend:
     return with_manifest(entry, capabilities=capabilities(entry) - {Capability.OFFLOAD})
 
