@@ -102,7 +102,7 @@ class WeightSink:
             num_receivers,
             connection.bucket_bytes,
             index=index,
-            device=choose_device(met.device, self._place.local_rank),
+            device=choose_device(met.device),
         )
         return None
 
