@@ -30,6 +30,7 @@ SHAPE = {
     "head_dim": 16,
     "intermediate_size": 96,
 }
+OUTPUTS = frozenset({"log_probs", "entropy", "top_log_probs"})
 DENSE = ModelFacts("/models/dense", "qwen3", SHAPE)
 MOE = ModelFacts("/models/moe", "qwen3_moe", {**SHAPE, "num_experts": 6, "moe_intermediate_size": 24})
 
@@ -77,7 +78,7 @@ def test_the_expert_tensor_size_that_was_left_open_is_told() -> None:
 
 
 def test_limits_follow_what_cuts_the_tokens_and_the_micro_batches() -> None:
-    assert planned(8, tensor_parallel=2, pipeline_parallel=2).limits == Limits()
+    assert planned(8, tensor_parallel=2, pipeline_parallel=2).limits == Limits(outputs=OUTPUTS)
     assert planned(8, tensor_parallel=4, sequence_parallel=True).limits.sequence_multiple == 4
     assert planned(8, context_parallel=2).limits.sequence_multiple == 4
     both = {"tensor_parallel": 4, "sequence_parallel": True, "context_parallel": 2}
@@ -95,7 +96,7 @@ def test_rows_are_packed_where_asked_or_where_the_attention_is_transformer_engin
 def test_a_value_model_gives_values() -> None:
     head = {"architectures": ["Qwen3ForTokenClassification"], "id2label": {"0": "LABEL_0"}}
     assert planned(1, attrs.evolve(DENSE, config={**SHAPE, **head})).limits.outputs == {"values"}
-    assert planned(1, DENSE).limits.outputs == {"log_probs", "entropy", "top_log_probs"}
+    assert planned(1, DENSE).limits.outputs == OUTPUTS
 
 
 def changed(model: ModelFacts, **config: Any) -> ModelFacts:
