@@ -120,7 +120,7 @@ def test_no_name_of_the_template_is_left(kind: Kind) -> None:
 def test_what_a_name_brings_in_is_not_taken_for_the_templates() -> None:
     files = {str(path): text for path, text in render(Names.of("my-template-engine", "engine"))}
     assert 'name = "my-template-engine"' in files["pyproject.toml"]
-    assert "class MyTemplateEngine:" in files["my_template_engine/engine.py"]
+    assert "class MyTemplateEngine(" in files["my_template_engine/engine.py"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,10 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from core.errors import Refused
 from core.manifest import ModelFacts
 from manymesh.parts.agreement import on_first_rank
+from manymesh.parts.pretrained import MEND, load_causal_lm
 from manymesh_fsdp.config import FsdpConfig
 from manymesh_fsdp.plan import plan
-
-MEND = "give a directory written by save_pretrained: config.json and *.safetensors"
 
 
 def load_sharded(config: FsdpConfig, mesh: DeviceMesh, device: torch.device) -> torch.nn.Module:
@@ -37,7 +36,7 @@ def load_sharded(config: FsdpConfig, mesh: DeviceMesh, device: torch.device) -> 
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _shard(model, config, mesh)
     source: list[torch.nn.Module] = []
-    on_first_rank(group, lambda: source.append(_read_weights(config)))
+    on_first_rank(group, lambda: source.append(load_causal_lm(config.model, config.dtype)))
     model.to_empty(device=device)
     if not fsdp_modules(model):
         model.tie_weights()  # to_empty gives plain parameters that were one a memory each; sharded ones stay one
@@ -87,7 +86,12 @@ def _read_config(config: FsdpConfig, world_size: int) -> Any:
     try:
         return AutoConfig.from_pretrained(config.model)
     except Exception as error:  # the other ranks wait for the answer, so any reason must reach them
-        raise _unreadable("read the config", config, error) from error
+        raise Refused(
+            f"transformers cannot read the config of {config.model!r}",
+            have=f"{type(error).__name__}: {error}",
+            where=config.model,
+            mend=MEND,
+        ) from error
 
 
 def _empty_model(config: FsdpConfig, hf_config: Any) -> Any:
@@ -104,36 +108,6 @@ def _empty_model(config: FsdpConfig, hf_config: Any) -> Any:
             where=config.model,
             mend="choose another model, or another attn_implementation",
         ) from error
-
-
-def _read_weights(config: FsdpConfig) -> torch.nn.Module:
-    """The whole model on CPU, by from_pretrained, so that transformers' own weight conversions apply."""
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            config.model, dtype=getattr(torch, config.dtype), output_loading_info=True
-        )
-    except Exception as error:  # as above
-        raise _unreadable("load the weights", config, error) from error
-    if missing := sorted(info["missing_keys"]):
-        # transformers warns and leaves them random.
-        raise Refused(
-            f"the weights of {config.model!r} are incomplete",
-            have=f"{len(missing)} missing: {missing[:8]}",
-            want="every parameter of the model",
-            where=config.model,
-            mend=MEND,
-        )
-    weights: torch.nn.Module = model
-    return weights
-
-
-def _unreadable(what: str, config: FsdpConfig, error: Exception) -> Refused:
-    return Refused(
-        f"transformers cannot {what} of {config.model!r}",
-        have=f"{type(error).__name__}: {error}",
-        where=config.model,
-        mend=MEND,
-    )
 
 
 def _decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
