@@ -58,7 +58,7 @@ class Dealt(Worker):
 
 
 def group_of(dp_size: int) -> LocalWorkerGroup:
-    return LocalWorkerGroup(RayClassWithInitArgs(Dealt, list(range(dp_size))), dp_size)
+    return LocalWorkerGroup(RayClassWithInitArgs(Dealt, list(range(dp_size))), world_size=dp_size)
 
 
 def batch_of(lengths: list[int], groups: list[int] | None = None) -> TensorDict:

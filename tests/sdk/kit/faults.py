@@ -76,7 +76,7 @@ class Fault:
     @classmethod
     def put_into(cls, backend: Any) -> Any:
         faulty = type(cls.__name__, (cls, type(backend)), {})
-        mutant = object.__new__(faulty)
+        mutant: Any = object.__new__(faulty)
         # One state for both. `__class__` of the backend itself can be set only where the classes' layouts are the same.
         mutant.__dict__ = vars(backend)
         mutant.__dict__["_sound"] = backend  # it must not be collected while the mutant lives
