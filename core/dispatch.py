@@ -6,7 +6,6 @@ result from the ranks' answers. `Dispatch` holds the ready ones, `on_mesh` makes
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, get_args, overload
 
@@ -23,15 +22,16 @@ from core._calls.call import Undeclared as Undeclared
 from core._calls.deal import as_given, deal, each_its_own, not_from_here, to_all, to_rank_zero
 from core._calls.join import Reducer, check_reducers, join, joined_and_own, list_by_rank, of_rank_zero, same_on_all
 from core._calls.join import WeightedMean as WeightedMean
+from core._calls.registered import SPEC
+from core._calls.registered import method_specs as method_specs
 from core._rows.shards import DealBy
 from core._rows.shards import Uneven as Uneven
 from core.errors import Refused
 
 if TYPE_CHECKING:
-    from core._calls.typed import AnyFuture, AnyResult, JoinedAnswers, ListOfAnswers, ListOfOwnAnswers, OneAnswer
+    from core._run.typed import AnyFuture, AnyResult, JoinedAnswers, ListOfAnswers, ListOfOwnAnswers, OneAnswer
 
 Decorator = TypeVar("Decorator")
-_SPEC = "__manymesh_spec__"
 
 
 class MethodOptions(TypedDict, total=False):
@@ -176,35 +176,10 @@ def register(
     )
 
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
-        setattr(function, _SPEC, spec)
+        setattr(function, SPEC, spec)
         return function
 
     return mark
-
-
-def method_specs(cls: type) -> dict[str, tuple[MethodSpec, Callable[..., Any]]]:
-    """The registered methods of a class, with the function that will run.
-
-    An override without the decorator keeps the spec of what it overrides. Nothing is evaluated: a property that raises
-    does no harm.
-    """
-    specs: dict[str, tuple[MethodSpec, Callable[..., Any]]] = {}
-    for base in reversed(cls.__mro__):
-        for name, value in vars(base).items():
-            spec = getattr(getattr(value, "__func__", value), _SPEC, None)
-            if spec is not None and not inspect.isfunction(value):
-                raise Refused(
-                    f"{cls.__name__}.{name} cannot be registered",
-                    have=f"a {type(value).__name__}",
-                    want="a method of an instance, or a coroutine method",
-                )
-            if spec is None and name in specs and inspect.isfunction(value):
-                spec = specs[name][0]
-            if spec is not None:
-                specs[name] = spec, value
-            else:
-                specs.pop(name, None)  # overridden by something that is no method
-    return specs
 
 
 # ------------------------------------------------------------------------------------------------ ready modes

@@ -14,6 +14,7 @@ import attrs
 
 from core._calls.call import Call, Command, Execute, MethodSpec
 from core._calls.deal import Arguments, list_meant_per_rank
+from core._calls.registered import method_specs
 from core._rows.wire import decode
 from core._run.build import RayClassWithInitArgs as RayClassWithInitArgs
 from core._run.build import W as W
@@ -26,7 +27,6 @@ from core._run.observers import MethodRun as MethodRun
 from core._run.observers import Observer as Observer
 from core._run.observers import Observers
 from core._run.transport import Answered, BadlyAnswered, Identity, RefusedIt, Ticket, Transport
-from core.dispatch import method_specs
 from core.errors import BadAnswer, ManymeshError, Refused, WorkerFailed, did_you_mean
 from core.mesh import Route
 from core.registry import EngineRegistry

@@ -122,6 +122,20 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert cycles(arrows(modules)) == set()
 
 
+def test_no_room_of_core_has_an_arrow_back() -> None:
+    """A room is a public module, or a package: what is within one may change without a look at the others."""
+    modules = arrows(modules_of(ROOT / "core"))
+    rooms: dict[str, set[str]] = {}
+    for module, imported in modules.items():
+        if module != "core":
+            rooms.setdefault(_room(module), set()).update(_room(name) for name in imported if name != "core")
+    assert cycles({room: others - {room} for room, others in rooms.items()}) == set()
+
+
+def _room(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
 def test_the_rule_on_cycles_sees_lazy_imports_and_those_for_type_checkers(tmp_path: Path) -> None:
     package = tmp_path / "house"
     package.mkdir()

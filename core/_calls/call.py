@@ -149,7 +149,7 @@ class Call:
 class DispatchMode(Generic[Decorator_co]):
     """A rule to deal and join.
 
-    For type checkers its parameter is the decorator that `register` then is; see core._calls.typed.
+    For type checkers its parameter is the decorator that `register` then is; see core._run.typed.
 
     Attributes:
         dispatch: from a Call one RankCall for each rank, None for a rank that shall not run.

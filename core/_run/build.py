@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import attrs
 
-from core.dispatch import method_specs
+from core._calls.registered import method_specs
 from core.errors import Refused
 
 P = ParamSpec("P")
