@@ -48,7 +48,14 @@ class Objects:
             return self
         from ray import cloudpickle
 
-        return Objects(None, [cloudpickle.dumps(self._values)])
+        try:
+            return Objects(None, [cloudpickle.dumps(self._values)])
+        except Exception as error:  # pickling runs any object's own code
+            raise Refused(
+                "an object column cannot be sent",
+                have=f"{type(error).__name__}: {error}",
+                want="values that can be pickled",
+            ) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Objects, (self._values, self.pickles)
