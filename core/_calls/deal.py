@@ -71,11 +71,13 @@ class Arguments:
         """For each rank its own values; the same object for all where none differs."""
         if not self.differ:
             return [self] * call.world_size
+        return [self.of_rank(rank, call) for rank in range(call.world_size)]
 
-        def pick(rank: int) -> Callable[[Any], Any]:
-            return lambda value: value.of(rank, call.world_size, call.where) if isinstance(value, PerRank) else value
-
-        return [self.map(pick(rank)) for rank in range(call.world_size)]
+    def of_rank(self, rank: int, call: Call) -> Arguments:
+        """The rank's own values."""
+        return self.map(
+            lambda value: value.of(rank, call.world_size, call.where) if isinstance(value, PerRank) else value
+        )
 
 
 def deal(call: Call) -> Sequence[RankCall]:
@@ -119,7 +121,7 @@ def deal(call: Call) -> Sequence[RankCall]:
         by_dp.append((part, RankCall(part.args, part.kwargs, shard)))
     if not arguments.differ:
         return [by_dp[dp][1] for dp in route.dp_ranks]
-    own = [by_dp[dp][0].by_rank(call)[rank] for rank, dp in enumerate(route.dp_ranks)]
+    own = [by_dp[dp][0].of_rank(rank, call) for rank, dp in enumerate(route.dp_ranks)]
     return [RankCall(each.args, each.kwargs, call.shards[dp]) for each, dp in zip(own, route.dp_ranks, strict=True)]
 
 
