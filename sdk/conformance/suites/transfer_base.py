@@ -90,11 +90,15 @@ class Ends:
 
     Args:
         build: makes one end.
-        timeout_s: deadline of every wait in its rounds.
+        timeout_s: deadline of every wait in the rounds of syncs.
+        patience_s: deadline of every wait while the ends connect, which may start processes.
     """
 
-    def __init__(self, build: Callable[[], WeightTransfer], num_receivers: int, timeout_s: float) -> None:
+    def __init__(
+        self, build: Callable[[], WeightTransfer], num_receivers: int, timeout_s: float, patience_s: float
+    ) -> None:
         self.timeout_s = timeout_s
+        self.patience_s = patience_s
         self.transfers = [build() for _ in range(num_receivers + 1)]
 
     @property
@@ -109,7 +113,7 @@ class Ends:
         return Meeting(self.timeout_s)
 
     def connect(self) -> None:
-        meeting = self.meeting()
+        meeting = Meeting(self.patience_s)
         self.wait_for([self.connecting(index, meeting) for index in range(len(self.transfers))])
 
     def connecting(self, index: int, meeting: Meeting) -> Future[None]:
@@ -156,7 +160,7 @@ class Ends:
 
     def wait_for(self, futures: Sequence[Future[Any]]) -> None:
         """Raises what the first one that failed has raised, or TimeoutError well after the deadline of all waits."""
-        wait_for(futures, self.timeout_s + 15)
+        wait_for(futures, max(self.timeout_s, self.patience_s) + 15)
 
 
 def _receive(
@@ -235,10 +239,10 @@ class TransferBase(Conformance):
         """Ends of the transfer under test; they are closed at the end.
 
         Args:
-            timeout_s: deadline of every wait; None for patience_s.
+            timeout_s: deadline of every wait but those of connecting; None for patience_s.
         """
         subject = self.subject()
-        ends = Ends(subject.build, num_receivers, timeout_s or self.patience_s)
+        ends = Ends(subject.build, num_receivers, timeout_s or self.patience_s, self.patience_s)
         try:
             if connected:
                 ends.connect()
