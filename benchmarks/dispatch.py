@@ -111,7 +111,7 @@ def ours(world_size: int, num_bytes: int = 0, **options: Any) -> Iterator[Any]:
         yield group
 
 
-def cases(world_size: int, pairs: int, chosen: Callable[[str], bool], peer: str | None) -> Iterator[Case]:
+def cases(world_size: int, pairs: int, is_chosen: Callable[[str], bool], peer: str | None) -> Iterator[Case]:
     floor = Floor(world_size)
     payloads: dict[str, Callable[[], TensorDict]] = {
         "dense 1 MB": lambda: dense_batch(1 << 20),
@@ -121,20 +121,20 @@ def cases(world_size: int, pairs: int, chosen: Callable[[str], bool], peer: str 
         "padded": lambda: to_padded(rl_batch()),
     }
     with ours(world_size) as group:
-        if chosen(name := f"no-op, {world_size} ranks"):
+        if is_chosen(name := f"no-op, {world_size} ranks"):
             yield measure(name, floor.nothing, group.nothing, 10 * pairs)
         for payload, make in payloads.items():
-            if chosen(name := f"{payload}, {world_size} ranks"):
+            if is_chosen(name := f"{payload}, {world_size} ranks"):
                 batch = make()
                 yield measure(name, floor.echo(batch), lambda batch=batch: group.echo(batch), pairs)  # type: ignore[misc]
-        if chosen(name := f"observed no-op, {world_size} ranks"):
+        if is_chosen(name := f"observed no-op, {world_size} ranks"):
             with ours(world_size, observers=[Listening()]) as observed:
                 yield measure(name, group.nothing, observed.nothing, 10 * pairs)
-        if chosen(name := f"shared 64 MB, {world_size} ranks"):
+        if is_chosen(name := f"shared 64 MB, {world_size} ranks"):
             batch = dense_batch(64 << 20)
             yield measure(name, lambda: group.echo(batch), lambda: group.echo_pairs(batch), pairs)
     if peer == "verl":
-        yield from verl_cases(world_size, floor, payloads, pairs, chosen)
+        yield from verl_cases(world_size, floor, payloads, pairs, is_chosen)
     floor.end()
 
 
@@ -143,7 +143,7 @@ def verl_cases(
     floor: Floor,
     payloads: dict[str, Callable[[], TensorDict]],
     pairs: int,
-    chosen: Callable[[str], bool],
+    is_chosen: Callable[[str], bool],
 ) -> Iterator[Case]:
     if importlib.util.find_spec("verl") is None:
         print("verl is not installed here, so there are no numbers of it", file=sys.stderr)
@@ -152,19 +152,19 @@ def verl_cases(
 
     with _verl_peer.echo(world_size) as echo:
         for payload, make in payloads.items():
-            if payload != "jagged" and chosen(name := f"verl: {payload}, {world_size} ranks"):
+            if payload != "jagged" and is_chosen(name := f"verl: {payload}, {world_size} ranks"):
                 batch = make()
                 yield measure(name, floor.echo(batch), echo(batch), pairs)
 
 
-def futures(num_bytes: int, pairs: int, chosen: Callable[[str], bool]) -> Iterator[Case]:
-    if not chosen(name := f"future {num_bytes >> 20} MB, dp 4 to dp 2"):
+def futures(num_bytes: int, pairs: int, is_chosen: Callable[[str], bool]) -> Iterator[Case]:
+    if not is_chosen(name := f"future {num_bytes >> 20} MB, dp 4 to dp 2"):
         return
     makers, takers = Floor(4, num_bytes // 4), Floor(2)
 
     def floor() -> object:
-        given = [actor.give.remote() for actor in makers.actors]
-        pairs_of = (given[:2], given[2:])
+        references = [actor.give.remote() for actor in makers.actors]
+        pairs_of = (references[:2], references[2:])
         return ray.get([actor.take.remote(*two) for actor, two in zip(takers.actors, pairs_of, strict=True)])
 
     with ours(4, num_bytes // 4) as maker, ours(2) as taker:
@@ -219,11 +219,11 @@ def main() -> None:
     if args.growth:
         growth(args.pairs, 16)
         return
-    found = [
+    results = [
         case for ranks in args.ranks for case in cases(ranks, args.pairs, lambda name: args.only in name, args.peer)
     ]
-    found += futures(256 << 20, args.pairs, lambda name: args.only in name)
-    report(found, args.json)
+    results += futures(256 << 20, args.pairs, lambda name: args.only in name)
+    report(results, args.json)
 
 
 if __name__ == "__main__":

@@ -110,14 +110,14 @@ def bare_loop(engine: Any, config: Any, ids: list[torch.Tensor], num_tokens: flo
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from manymesh_megatron.model import build_chunks, transformer_config
-    from manymesh_megatron.weights import NamedWeights
+    from manymesh_megatron.weights import MegatronWeights
 
     with engine._runtime.scope():
         transformer = transformer_config(config, engine._model, engine._runtime)
         transformer.variable_seq_lengths = False  # all micro-batches have one shape
         chunks = build_chunks(config, transformer, engine._model, engine._runtime, value_head=False)
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        NamedWeights(chunks, transformer, engine._model, groups).read_directory(config.model)
+        MegatronWeights(chunks, transformer, engine._model, groups).read_directory(config.model)
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         models = [DistributedDataParallel(transformer, ddp, chunk) for chunk in chunks]
         options = CoreOptimizerConfig(

@@ -4,8 +4,8 @@ Each engine is held by a process of its own, told by a pipe what to do, ours and
 
 - generate-N: `Engine.generate` of N prompts with log-probabilities, and SGLang's own sampler.
 - update: begin_weight_update, update_weights_from_tensor of all tensors, end_weight_update, flush_cache.
-- served-N: one POST to /generate of a bare server, by the same HTTP client.
-- served-update-WAY: the same requests of HTTP to a bare server, without the plugin: per tensor a broadcast, one load
+- server-N: one POST to /generate of a bare server, by the same HTTP client.
+- server-update-WAY: the same requests of HTTP to a bare server, without the plugin: per tensor a broadcast, one load
   of tensors in shared memory, or a checkpoint that is on disk already (ours writes it first).
 """
 
@@ -46,13 +46,13 @@ def main() -> None:
         )
         for ours, floor, names in (
             (OurEngine, BareEngine, ["generate-1", "generate-16", "update"]),
-            (OurServers, BareServer, ["served-1", "served-16", *(f"served-update-{way}" for way in WAYS)]),
+            (OurServers, BareServer, ["server-1", "server-16", *(f"server-update-{way}" for way in WAYS)]),
         ):
-            wanted = [name for name in names if name.startswith(args.only)]
+            chosen_names = [name for name in names if name.startswith(args.only)]
             with ExitStack() as stack:
-                held = [stack.enter_context(Host(kind, model)) for kind in (floor, ours)] if wanted else []
-                for name in wanted:
-                    base, mine = (lambda each=each, name=name: each.run(name) for each in held)
+                hosts = [stack.enter_context(Host(kind, model)) for kind in (floor, ours)] if chosen_names else []
+                for name in chosen_names:
+                    base, mine = (lambda each=each, name=name: each.run(name) for each in hosts)
                     cases.append(measure(name, base, mine, args.pairs))
     report(cases, args.json)
 
@@ -128,7 +128,7 @@ class _Ours:
         import torch
         from tensordict import TensorDict
 
-        what, _, way = name.removeprefix("served-").partition("-")
+        what, _, way = name.removeprefix("server-").partition("-")
         if what == "update":
             rollout = self._rollouts[way]
             rollout.begin_weight_update(self._specs, 1)
@@ -228,7 +228,7 @@ class BareServer:
         self._group: Any = None
 
     def run(self, name: str) -> None:
-        what, _, way = name.removeprefix("served-").partition("-")
+        what, _, way = name.removeprefix("server-").partition("-")
         if what == "update":
             getattr(self, f"_by_{way}")()
             self._ask("/flush_cache", None)
@@ -238,9 +238,9 @@ class BareServer:
         self._ask("/generate", {"input_ids": texts, "sampling_params": BARE, "return_logprob": True})
 
     def _ask(self, path: str, body: Any) -> Any:
-        said = self._loop.call(self._client.call("POST", path, body, timeout_s=600))
-        assert not isinstance(said, dict) or said.get("success", True), said
-        return said
+        reply = self._loop.call(self._client.call("POST", path, body, timeout_s=600))
+        assert not isinstance(reply, dict) or reply.get("success", True), reply
+        return reply
 
     def _by_distributed(self) -> None:
         import torch
@@ -257,8 +257,8 @@ class BareServer:
         sending.start()
         names = [name for name, _ in self._tensors]
         shapes = [list(tensor.shape) for _, tensor in self._tensors]
-        told = {"names": names, "dtypes": ["float32"] * len(names), "shapes": shapes}
-        self._ask("/update_weights_from_distributed", told | {"group_name": "bare", "flush_cache": False})
+        body = {"names": names, "dtypes": ["float32"] * len(names), "shapes": shapes}
+        self._ask("/update_weights_from_distributed", body | {"group_name": "bare", "flush_cache": False})
         sending.join()
         self._ask("/end_weight_update", {})
 

@@ -51,13 +51,13 @@ def main() -> None:
         rollout = EngineRegistry.new(None, "vllm", options, kind="rollout")
         rollout.initialize()
         llm = rollout._engine.llm
-        asked = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
+        sampling = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
         bare = vllm.SamplingParams(
             max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False
         )
 
         def ours(num_rows: int) -> None:
-            rollout.generate(TensorDict({"prompt_ids": texts(num_rows)}, batch_size=[num_rows]), asked)
+            rollout.generate(TensorDict({"prompt_ids": texts(num_rows)}, batch_size=[num_rows]), sampling)
 
         def floor(num_rows: int) -> None:
             llm.generate([{"prompt_token_ids": row} for row in texts(num_rows).tolist()], bare, use_tqdm=False)

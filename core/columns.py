@@ -62,21 +62,21 @@ def model_inputs(columns: Iterable[str]) -> list[str]:
     return sorted(name for name in columns if name.startswith(INPUTS))
 
 
-def check_model_inputs(columns: Iterable[str], taken: Collection[str], backend: str) -> None:
+def check_model_inputs(columns: Iterable[str], names: Collection[str], backend: str) -> None:
     """Refuse model inputs that a backend doesn't read.
 
     Args:
         columns: of a batch.
-        taken: names that the backend reads, without the prefix.
+        names: that the backend reads, without the prefix.
         backend: how the error calls it.
 
     Raises:
         Refused: columns under `inputs/` that are not among them.
     """
-    foreign = [name for name in model_inputs(columns) if name.removeprefix(INPUTS) not in taken]
+    foreign = [name for name in model_inputs(columns) if name.removeprefix(INPUTS) not in names]
     if foreign:
         raise Refused(
             f"{backend} doesn't read the model inputs {', '.join(foreign)}",
-            want=[f"{INPUTS}{name}" for name in sorted(taken)] or "tokens alone",
+            want=[f"{INPUTS}{name}" for name in sorted(names)] or "tokens alone",
             mend="leave these columns out, or choose a backend whose manifest names them",
         )

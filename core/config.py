@@ -108,10 +108,10 @@ def _explain(error: BaseException, where: str, cls: Any = None) -> ConfigError:
                     return _explain(sub, path, getattr(note, "type", None))
             return _explain(sub, where, owner)
     if isinstance(error, ForbiddenExtraKeysError):
-        known = [field.name for field in attrs.fields(error.cl)] if attrs.has(error.cl) else []
+        names = [field.name for field in attrs.fields(error.cl)] if attrs.has(error.cl) else []
         extra = sorted(error.extra_fields)[0]
         return ConfigError(
-            f"unknown key {extra!r} in {where}", where=f"{where}.{extra}", mend=did_you_mean(extra, known)
+            f"unknown key {extra!r} in {where}", where=f"{where}.{extra}", mend=did_you_mean(extra, names)
         )
     if isinstance(error, KeyError):
         return ConfigError(f"{where} is missing", where=where, want=f"a value for {error}")

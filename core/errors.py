@@ -130,10 +130,10 @@ class DeadlineExceeded(ManymeshError, TimeoutError):
     """A wait ran past its deadline. The message says what was waited for."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """A sentence for `mend`: the nearest legal name, or all of them when none is near."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    names = sorted(names)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"
-    return f"legal: {', '.join(known)}" if known else "there is none"
+    return f"legal: {', '.join(names)}" if names else "there is none"

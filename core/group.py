@@ -221,15 +221,15 @@ class WorkerGroup(Generic[W]):
             call.arguments = arguments.signature.bind(*values.args, **values.kwargs)
         if self._observers:
             self._observers.tell("before_dispatch", call)
-        dealt = mode.dispatch(call)
-        if len(dealt) != self.world_size:
+        shares = mode.dispatch(call)
+        if len(shares) != self.world_size:
             raise Refused(
                 f"dispatch mode {mode.name} dealt to another number of ranks than the group has",
-                have=len(dealt),
+                have=len(shares),
                 want=self.world_size,
                 where=call.where,
             )
-        calls = {rank: rank_call for rank, rank_call in enumerate(dealt) if rank_call is not None}
+        calls = {rank: rank_call for rank, rank_call in enumerate(shares) if rank_call is not None}
         if spec.execute_mode is Execute.RANK_ZERO:
             calls = {0: calls[0]}
         answering = mode.answering(call) if mode.answering else frozenset(calls)
@@ -245,8 +245,8 @@ class WorkerGroup(Generic[W]):
                 if not method.overlaps:
                     self._wait_for_earlier(future)
                 answers = self._settle(ticket, name, spec.mesh, spec.timeout_s or self._timeout_s, call)
-                given = {rank: answers[rank] for rank in answering}
-                return self._collected(call, given)
+                collected = {rank: answers[rank] for rank in answering}
+                return self._collected(call, collected)
             except BaseException as error:
                 failure = error
                 raise

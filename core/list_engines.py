@@ -51,13 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             except RegistryError as error:
                 print(error, file=sys.stderr)
                 return 2
-        listed = [as_dict(entry, in_full=args.name is not None) for entry in entries]
+        rows = [as_dict(entry, in_full=args.name is not None) for entry in entries]
     if args.json:
         import json
 
-        print(json.dumps({"schema": 1, "entries": listed}, indent=2))
+        print(json.dumps({"schema": 1, "entries": rows}, indent=2))
     elif args.name is not None:
-        print("\n\n".join("\n".join(_in_full(*pair)) for pair in zip(entries, listed, strict=True)))
+        print("\n\n".join("\n".join(_in_full(*pair)) for pair in zip(entries, rows, strict=True)))
     elif entries:
         header = ("kind", "name", "status", "distribution", "devices", "")
         colours = [_COLOURS.get(entry.status, 33) for entry in entries]
@@ -90,10 +90,10 @@ def as_dict(entry: Entry, in_full: bool = False) -> dict[str, Any]:
     }
     if not in_full or not isinstance(entry, Backend):
         return plain
-    known, problem = None, ""
+    config_options, problem = None, ""
     if entry.manifest.config is not None:
         try:
-            known = [attrs.asdict(option) for option in options(entry.load("config"))]
+            config_options = [attrs.asdict(option) for option in options(entry.load("config"))]
         except (RegistryError, attrs.exceptions.NotAnAttrsClassError, NameError) as error:
             problem = str(error)
     return plain | {
@@ -102,7 +102,7 @@ def as_dict(entry: Entry, in_full: bool = False) -> dict[str, Any]:
         "requires": [attrs.asdict(need) for need in entry.needs()],
         "config": entry.manifest.config and str(entry.manifest.config),
         "planner": entry.manifest.planner and str(entry.manifest.planner),
-        "options": known,
+        "options": config_options,
         "options_error": problem,
     }
 

@@ -51,8 +51,8 @@ class Route:
             raise Refused(f"mesh {mesh!r} collects ranks that do not exist", have=strangers, where=where)
         for dp in ids:
             members = [rank for rank, d in enumerate(self.dp_ranks) if d == dp]
-            chosen = [rank for rank in members if rank in self.collected]
-            if not chosen:
+            collectors = [rank for rank in members if rank in self.collected]
+            if not collectors:
                 raise Refused(
                     f"no rank of dp rank {dp} in mesh {mesh!r} is collected, so its rows would be lost",
                     have=f"collected ranks {sorted(self.collected)}",
@@ -60,13 +60,13 @@ class Route:
                     where=where,
                     mend=f"let is_collect be true on one of the candidate ranks {members}",
                 )
-            if len(chosen) > 1:
+            if len(collectors) > 1:
                 raise Refused(
                     f"dp rank {dp} in mesh {mesh!r} is collected twice, so its rows would be doubled",
-                    have=f"collected ranks {chosen}",
+                    have=f"collected ranks {collectors}",
                     want=f"exactly one of ranks {members}",
                     where=where,
-                    mend=f"let is_collect be true on only one of ranks {chosen}",
+                    mend=f"let is_collect be true on only one of ranks {collectors}",
                 )
 
     @property
@@ -100,8 +100,8 @@ class MeshLayout:
 
     def size(self, *axes: str) -> int:
         """Number of ranks along the axes together; an absent axis counts 1."""
-        known = dict(zip(self.axes, self.sizes, strict=True))
-        return prod(known.get(axis, 1) for axis in axes)
+        size_of = dict(zip(self.axes, self.sizes, strict=True))
+        return prod(size_of.get(axis, 1) for axis in axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Position of a rank on every axis."""

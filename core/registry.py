@@ -71,8 +71,8 @@ class EngineRegistry:
             RegistryError: as `find` and `Backend.build`.
             ConfigError: the options are not the backend's.
         """
-        found = cls.default().find(backend, kind, model_type, device, vendor, expect=expect)
-        return found.build(config, device, model_type)
+        entry = cls.default().find(backend, kind, model_type, device, vendor, expect=expect)
+        return entry.build(config, device, model_type)
 
     def find(
         self,
@@ -216,14 +216,14 @@ def _default() -> EngineRegistry:
     return EngineRegistry.discover()
 
 
-def _sets(offered: Manifest) -> dict[str, frozenset[str]]:
-    return {"model type": offered.model_types, "device": offered.devices, "vendor": offered.vendors}
+def _sets(manifest: Manifest) -> dict[str, frozenset[str]]:
+    return {"model type": manifest.model_types, "device": manifest.devices, "vendor": manifest.vendors}
 
 
-def _lacks(offered: Manifest, request: Mapping[str, str | None]) -> str:
+def _lacks(manifest: Manifest, request: Mapping[str, str | None]) -> str:
     """What is requested and not offered, in words; "" when all is. Without vendors it is for any."""
     types = {what: value.partition(":")[0] for what, value in request.items() if value}
-    sets = _sets(offered)
+    sets = _sets(manifest)
     return ", ".join(
         f"{what} {value!r}"
         for what, value in types.items()
@@ -231,5 +231,5 @@ def _lacks(offered: Manifest, request: Mapping[str, str | None]) -> str:
     )
 
 
-def _offers(offered: Manifest) -> str:
-    return ", ".join(f"{what} {' or '.join(sorted(has)) or 'any'}" for what, has in _sets(offered).items())
+def _offers(manifest: Manifest) -> str:
+    return ", ".join(f"{what} {' or '.join(sorted(has)) or 'any'}" for what, has in _sets(manifest).items())

@@ -37,7 +37,7 @@ class TransferRound(Protocol):
         """Return once so many ends have called this with the key; `what` is for the error at the deadline."""
         ...
 
-    def wait_until(self, done: Callable[[], bool], what: str, pause: Callable[[float], None] = ...) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str, pause: Callable[[float], None] = ...) -> None:
         """Poll `done`; between polls `pause` waits for the seconds it is given, or less."""
         ...
 

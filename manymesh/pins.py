@@ -40,15 +40,15 @@ def pins(entry: Entry) -> list[Pin]:
         texts = []
     if isinstance(entry, Backend):
         texts += [group[0] for group in entry.manifest.requires if len(group) == 1]
-    found = []
+    result = []
     for text in texts:
         try:
-            wanted = Requirement(text)
+            requirement = Requirement(text)
         except InvalidRequirement:
             continue
-        if wanted.specifier and (wanted.marker is None or wanted.marker.evaluate({"extra": ""})):
-            found.append(Pin(entry.distribution, wanted))
-    return found
+        if requirement.specifier and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            result.append(Pin(entry.distribution, requirement))
+    return result
 
 
 def conflicts(entries: Iterable[Entry]) -> list[tuple[Pin, Pin]]:

@@ -136,8 +136,8 @@ def replay(directory: str | Path, rank: int, *, call: int | None = None, debug: 
     folder = _folder(directory, rank)
     numbers = [int(file.stem) for file in sorted(folder.glob("*.call"))]
     if not numbers:
-        known = [other.name for other in Path(directory).glob("rank-*")]
-        raise Refused(f"there is no record of rank {rank}", where=str(directory), mend=did_you_mean(folder.name, known))
+        names = [other.name for other in Path(directory).glob("rank-*")]
+        raise Refused(f"there is no record of rank {rank}", where=str(directory), mend=did_you_mean(folder.name, names))
     last = numbers[-1] if call is None else call
     if last not in numbers:
         raise Refused(f"there is no call {last}", want=f"1..{numbers[-1]}", where=str(folder))
@@ -177,17 +177,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pdb", action="store_true", help="stop at the method's first line")
     options = parser.parse_args(arguments)
     try:
-        done = replay(options.directory, options.rank, call=options.call, debug=options.pdb)
+        result = replay(options.directory, options.rank, call=options.call, debug=options.pdb)
     except Refused as error:
         print(error, file=sys.stderr)
         return 2
-    told = {
+    verdicts = {
         True: "the same answer, to the bit",
         False: "ANOTHER ANSWER than the one recorded",
         None: "no answer to compare with",
     }
-    print(f"{done.method} on rank {options.rank}: {told[done.equal]}")
-    return 1 if done.equal is False else 0
+    print(f"{result.method} on rank {options.rank}: {verdicts[result.equal]}")
+    return 1 if result.equal is False else 0
 
 
 if __name__ == "__main__":

@@ -44,12 +44,12 @@ def main() -> None:
 
 def page() -> str:
     """The whole page."""
-    found = EngineRegistry.discover().entries
+    entries = EngineRegistry.discover().entries
     names = {re.sub(r"_", "-", path.name.removesuffix("_rollout")) for path in (ROOT / "plugins").iterdir()}
     ours = {f"manymesh-{name}" for name in names}
     parts = [INTRO]
     for kind, title in (("rollout", "Rollouts"), ("engine", "Training engines")):
-        backends = [entry for entry in found if isinstance(entry, Backend) and entry.kind == kind]
+        backends = [entry for entry in entries if isinstance(entry, Backend) and entry.kind == kind]
         parts += [f"## {title}\n", *compared([each for each in backends if each.distribution in ours])]
     return "\n".join(parts).rstrip() + "\n"
 

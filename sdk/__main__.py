@@ -91,11 +91,11 @@ def _report(findings: Iterable[Finding], as_json: bool) -> int:
 
     if as_json:
         with contextlib.redirect_stdout(sys.stderr):  # what plugins and libraries print must not spoil the JSON
-            found = list(findings)
-        print(report.as_json(found))
+            findings_made = list(findings)
+        print(report.as_json(findings_made))
     else:
-        found = report.show(findings, Console(soft_wrap=True, highlight=False))
-    return 0 if report.healthy(found) else 1
+        findings_made = report.show(findings, Console(soft_wrap=True, highlight=False))
+    return 0 if report.healthy(findings_made) else 1
 
 
 if __name__ == "__main__":

@@ -70,8 +70,8 @@ def _run(entry: Entry) -> list[Finding]:
         quiet = ["-p", "no:cacheprovider", "-p", "no:terminal"]
         status = pytest.main([*alone, *quiet, str(file)], plugins=[outcomes])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not outcomes.found:
-        said = f"the tests could not be run (pytest's exit status {int(status)})"
-        outcomes.found.append(Finding(outcomes.about, "problem", said, "run the plugin's own tests with pytest"))
+        detail = f"the tests could not be run (pytest's exit status {int(status)})"
+        outcomes.found.append(Finding(outcomes.about, "problem", detail, "run the plugin's own tests with pytest"))
     return outcomes.found
 
 
@@ -86,8 +86,8 @@ class _Outcomes:
         if report.when != "call" and report.passed:
             return
         sentence = report.location[2].rpartition(".")[2].removeprefix("test_").replace("_", " ")
-        said = "" if report.passed else _first_line(report)
-        self.found.append(Finding(f"{self.about}: {sentence}", "ok" if report.passed else "problem", said))
+        detail = "" if report.passed else _first_line(report)
+        self.found.append(Finding(f"{self.about}: {sentence}", "ok" if report.passed else "problem", detail))
 
 
 def _first_line(report: Any) -> str:

@@ -34,11 +34,11 @@ def test_a_plugin_on_the_drivers_path_alone_is_refused_by_the_worker_with_distri
     config = TrainingWorkerConfig(backend="toy", choice=choice)
     with RayResourcePool([1], name="toy") as pool, pytest.raises(RegistryError, match="not what the driver") as raised:
         RayWorkerGroup(pool, RayClassWithInitArgs(TrainingWorker, config))
-    said = str(raised.value)
-    assert "engine 'toy' of acme-toy 1.0" in said
-    assert "no distribution acme-toy" in said
-    assert socket.gethostname() in said
-    assert "pip install acme-toy==1.0 on every node" in said
+    message = str(raised.value)
+    assert "engine 'toy' of acme-toy 1.0" in message
+    assert "no distribution acme-toy" in message
+    assert socket.gethostname() in message
+    assert "pip install acme-toy==1.0 on every node" in message
 
 
 def test_another_version_than_the_drivers_is_refused_before_anything_is_built() -> None:
@@ -61,8 +61,8 @@ def test_the_recipe_hands_its_workers_what_its_driver_found(tmp_path: Path) -> N
             "run": {"dir": str(tmp_path / "run"), "steps": 1},
         }
     )
-    made = Placement(config).worker()
-    for part, kind in ((made.actor, "engine"), (made.ref, "engine"), (made.rollout, "rollout")):
+    worker = Placement(config).worker()
+    for part, kind in ((worker.actor, "engine"), (worker.ref, "engine"), (worker.rollout, "rollout")):
         assert part is not None
         assert part.choice == EngineRegistry.get(part.backend, kind=kind).choice
         assert part.choice is not None

@@ -85,7 +85,7 @@ def test_any_mesh_gives_the_rows_back_in_order(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dp_ranks", "collected", "told"),
+    ("dp_ranks", "collected", "hints"),
     [
         ([0, 0, 1, 1], [0], ["'m'", "dp rank 1", "[2, 3]"]),
         ([0, 0, 1, 1], [0, 1, 2], ["'m'", "[0, 1]"]),
@@ -93,12 +93,12 @@ def test_any_mesh_gives_the_rows_back_in_order(data: st.DataObject) -> None:
     ],
 )
 def test_a_mesh_that_would_lose_or_double_rows_is_refused_before_a_worker_runs(
-    dp_ranks: list[int], collected: list[int], told: list[str]
+    dp_ranks: list[int], collected: list[int], hints: list[str]
 ) -> None:
     group = local(dp_ranks, collected)
     with pytest.raises(Refused) as refusal:
         group.echo(batch_of())
-    assert all(text in str(refusal.value) for text in told)
+    assert all(text in str(refusal.value) for text in hints)
     assert group.num_calls() == [0, 0, 0, 0]
     assert not group.failed
 
@@ -113,8 +113,8 @@ def test_rows_that_do_not_divide_come_back_as_they_went(group: WorkerGroup, poli
     assert torch.equal(answer["tokens"].values(), batch["tokens"].values())
     assert "row_weight" not in answer.keys()  # noqa: SIM118
     assert set(batch.keys()) == {"x", "y", "names", "tokens"}
-    got = answer["got"].tolist()
-    assert max(got) - min(got) <= (policy == "ragged")
+    counts = answer["got"].tolist()
+    assert max(counts) - min(counts) <= (policy == "ragged")
 
 
 def test_uneven_mini_batches_come_back_in_order_and_every_rank_runs_as_many(group: WorkerGroup) -> None:

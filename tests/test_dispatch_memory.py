@@ -22,8 +22,8 @@ def group_of(dp_size: int) -> Iterator[Any]:
     """dp_size x tp 2 ranks."""
     from core.transport.ray import RayResourcePool, RayWorkerGroup
 
-    made = RayClassWithInitArgs(Echo, [rank // 2 for rank in range(2 * dp_size)], list(range(0, 2 * dp_size, 2)))
-    with RayResourcePool([2 * dp_size], cpus_per_process=0.5) as pool, RayWorkerGroup(pool, made) as group:
+    worker = RayClassWithInitArgs(Echo, [rank // 2 for rank in range(2 * dp_size)], list(range(0, 2 * dp_size, 2)))
+    with RayResourcePool([2 * dp_size], cpus_per_process=0.5) as pool, RayWorkerGroup(pool, worker) as group:
         yield group
 
 

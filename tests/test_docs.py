@@ -30,14 +30,14 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 def options(cls: Any) -> set[str]:
     """Names of all options below an attrs class."""
-    found: set[str] = set()
+    names: set[str] = set()
     for name, hint in get_type_hints(cls).items():
         if name in {field.name for field in attrs.fields(cls)}:
-            found.add(name)
+            names.add(name)
             for each in (hint, *get_args(hint)):
                 if attrs.has(each):
-                    found |= options(each)
-    return found
+                    names |= options(each)
+    return names
 
 
 def test_every_option_of_the_recipe_is_in_its_page() -> None:
@@ -78,13 +78,13 @@ def test_the_steps_by_hand_of_new_plugins_run_as_their_pages_have_them(tmp_path:
         (tmp_path / f"{package}_page.py").write_text(block)
     script = "import sys; sys.path[:0] = ['my-engine', 'my-rollout']; import my_engine_page, my_rollout_page"
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+), gradient norm", done.stdout)]
+    process = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+), gradient norm", process.stdout)]
     assert len(losses) == 5
     assert losses == sorted(losses, reverse=True), "it learns"
-    assert "tensor([0, 0, 0, 0, 0, 0])" in done.stdout
-    assert done.stdout.endswith("tensor([7, 7])\n")
+    assert "tensor([0, 0, 0, 0, 0, 0])" in process.stdout
+    assert process.stdout.endswith("tensor([7, 7])\n")
 
 
 def test_the_reference_is_what_the_docstrings_say() -> None:

@@ -85,8 +85,8 @@ def test_workers_run_in_the_environment_and_a_group_of_an_unfit_one_is_refused(
     with RayResourcePool([1]) as pool:
         with pytest.raises(Refused, match="ray not installed"):
             RayWorkerGroup(pool, RayClassWithInitArgs(Echo, [0], [0]), python=telling(tmp_path / "bad", ray=None))
-        seen = tmp_path / "seen"
-        path = interpreter(tmp_path / "with space", f'echo "$@" >> {seen}\nexec {sys.executable} "$@"')
+        record = tmp_path / "seen"
+        path = interpreter(tmp_path / "with space", f'echo "$@" >> {record}\nexec {sys.executable} "$@"')
         with RayWorkerGroup(pool, RayClassWithInitArgs(Echo, [0], [0]), python=path) as group:
             assert group.world_size == 1
-        assert "default_worker" in seen.read_text()
+        assert "default_worker" in record.read_text()

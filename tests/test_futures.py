@@ -53,8 +53,8 @@ def test_a_plan_finds_every_row_where_the_first_group_left_it(data: st.DataObjec
     assert [each for part, start, stop in runs for each in parts[part][start:stop]] == whole
     edges = st.tuples(st.integers(0, len(whole)), st.integers(0, len(whole))).map(lambda pair: (min(pair), max(pair)))
     ranges = draw(st.lists(edges, max_size=5))
-    found = [each for part, start, stop in located(runs, ranges) for each in parts[part][start:stop]]
-    assert found == [each for start, stop in ranges for each in whole[start:stop]]
+    have = [each for part, start, stop in located(runs, ranges) for each in parts[part][start:stop]]
+    assert have == [each for start, stop in ranges for each in whole[start:stop]]
 
 
 @pytest.mark.parametrize("sizes", [[0, 0], [0, 3], [2, 0, 1]])
@@ -70,10 +70,10 @@ def test_parts_may_have_no_rows(sizes: list[int]) -> None:
         def fetch(handles: Any) -> Any:
             return [store[handle] for handle in handles]
 
-    read = attrs.evolve(StoredPart.joined(parts), source=Source).batch()
-    assert read["x"].tolist() == list(range(sum(sizes)))
-    assert objects(read.get("names")) == objects(whole.get("names"))
-    assert torch.equal(read["tokens"].values(), whole["tokens"].values())
+    batch = attrs.evolve(StoredPart.joined(parts), source=Source).batch()
+    assert batch["x"].tolist() == list(range(sum(sizes)))
+    assert objects(batch.get("names")) == objects(whole.get("names"))
+    assert torch.equal(batch["tokens"].values(), whole["tokens"].values())
 
 
 @pytest.fixture(scope="module")
@@ -108,21 +108,21 @@ def same(a: TensorDict, b: TensorDict) -> bool:
     ("rows", "num_blocks", "times", "width"),
     [(8, 1, 1, 4), (6, 2, 1, 4), (7, 2, 2, WIDE), (4, 1, 3, 100), (9, 3, 2, 30_000)],
 )
-@pytest.mark.parametrize("taken", ["echo", "padded", "ragged"])
+@pytest.mark.parametrize("method", ["echo", "padded", "ragged"])
 def test_rows_arrive_as_they_would_through_the_driver(
-    groups: Any, rows: int, num_blocks: int, times: int, width: int, taken: str
+    groups: Any, rows: int, num_blocks: int, times: int, width: int, method: str
 ) -> None:
     maker, taker = groups
-    given = batch_of(rows)
-    made = maker.make_later(given, num_blocks, times, width)
-    answer = getattr(taker, taken)(made[0])
-    through_driver = getattr(taker, taken)(maker.make_later(given, num_blocks, times, width).result()[0])
+    batch = batch_of(rows)
+    future = maker.make_later(batch, num_blocks, times, width)
+    answer = getattr(taker, method)(future[0])
+    through_driver = getattr(taker, method)(maker.make_later(batch, num_blocks, times, width).result()[0])
     assert answer["x"].tolist() == [row for row in range(rows) for _ in range(times)]
     assert same(answer, through_driver)
     assert torch.equal(answer["wide"], answer["x"].float()[:, None].expand(-1, width))
     assert (answer["tokens"] + answer["more"]).values().tolist() == (answer["tokens"].values() * 3).tolist()
-    assert made[1]["sum"] == float(answer["x"].sum())
-    assert sorted(made[2]) == [0, 2, 3]
+    assert future[1]["sum"] == float(answer["x"].sum())
+    assert sorted(future[2]) == [0, 2, 3]
 
 
 def test_filler_reaches_a_rank_that_has_no_row_of_its_own_and_does_not_come_back(groups: Any) -> None:
@@ -136,19 +136,19 @@ def test_filler_reaches_a_rank_that_has_no_row_of_its_own_and_does_not_come_back
 
 def test_a_future_can_be_an_argument_of_any_mode_and_of_several_calls(groups: Any) -> None:
     maker, taker = groups
-    made = maker.make_later(batch_of(6))[0]
-    assert taker.whole(made) == [list(range(6))] * 2
-    assert taker.second(batch_of(6), made)["x"].tolist() == list(range(6))
-    assert taker.only_x(made).keys() == {"x"}
-    assert made["wide"].shape == (6, 4)
-    assert taker.echo(made)["x"].tolist() == made.result()["x"].tolist()
+    future = maker.make_later(batch_of(6))[0]
+    assert taker.whole(future) == [list(range(6))] * 2
+    assert taker.second(batch_of(6), future)["x"].tolist() == list(range(6))
+    assert taker.only_x(future).keys() == {"x"}
+    assert future["wide"].shape == (6, 4)
+    assert taker.echo(future)["x"].tolist() == future.result()["x"].tolist()
 
 
 def test_a_worker_that_writes_to_what_it_was_handed_changes_it_for_nobody(groups: Any) -> None:
     maker, taker = groups
-    made = maker.make_later(batch_of(6), width=WIDE)[0]
-    assert taker.edit(made)["x"].tolist() == [0, 2, 4, 6, 8, 10]
-    assert taker.echo(made)["x"].tolist() == list(range(6))
+    future = maker.make_later(batch_of(6), width=WIDE)[0]
+    assert taker.edit(future)["x"].tolist() == [0, 2, 4, 6, 8, 10]
+    assert taker.echo(future)["x"].tolist() == list(range(6))
 
 
 def test_the_error_of_the_first_call_surfaces_at_the_second_with_both_named() -> None:
@@ -201,13 +201,13 @@ def test_no_payload_of_a_shard_above_100_kib_passes_through_the_driver(
     maker, taker = ray_groups
     for width in (30_000, WIDE):  # shards of 240 kB in one object, and of 1.6 MB with a column by itself
         meter = Meter(monkeypatch)
-        made = maker.make_later(batch_of(6), width=width)[0]
-        assert taker.whole(made) == [list(range(6))] * 2
+        future = maker.make_later(batch_of(6), width=width)[0]
+        assert taker.whole(future) == [list(range(6))] * 2
         assert sum(meter.sizes) < 60_000
     meter = Meter(monkeypatch)
-    assert made["x"].tolist() == list(range(6))
+    assert future["x"].tolist() == list(range(6))
     assert sum(meter.sizes) < 60_000
-    assert made["wide"].shape == (6, WIDE)
+    assert future["wide"].shape == (6, WIDE)
     assert sum(meter.sizes) > 6 * WIDE * 4
 
 
@@ -216,15 +216,15 @@ def test_rows_for_another_node_are_cut_where_they_lie(ray_groups: Any, monkeypat
     elsewhere = [attrs.evolve(identity, node_id="another") for identity in taker.identities]
     monkeypatch.setattr(taker._transport, "identities", elsewhere)
     cuts: list[Any] = []
-    cut = maker._transport.cut
+    original = maker._transport.cut
 
     def noted(part: Any, ranges: Any, names: Any) -> Any:
         cuts.append(ranges)
-        return cut(part, ranges, names)
+        return original(part, ranges, names)
 
     monkeypatch.setattr(maker._transport, "cut", noted)
-    made = maker.make_later(batch_of(9), 3, 1, WIDE)[0]  # three blocks over dp 3: parts hold rows 0 3 6, 1 4 7, 2 5 8
-    answer = taker.ragged(made)
+    future = maker.make_later(batch_of(9), 3, 1, WIDE)[0]  # three blocks over dp 3: parts hold rows 0 3 6, 1 4 7, 2 5 8
+    answer = taker.ragged(future)
     assert answer["x"].tolist() == list(range(9))
     assert torch.equal(answer["wide"][:, -1], torch.arange(9.0))
     assert sorted(map(len, cuts)) == [1, 1, 1, 2, 2, 2]
@@ -233,9 +233,11 @@ def test_rows_for_another_node_are_cut_where_they_lie(ray_groups: Any, monkeypat
 def test_rows_are_gone_with_the_workers_that_made_them(ray_cluster: None, ray_groups: Any) -> None:
     maker, taker = ray_groups
     future = maker.make_later(batch_of(6))[0]
-    gone = Future(None, None, attrs.evolve(future.settled(), source=type("Ended", (), {"ended": True})()))
+    future_of_ended_group = Future(
+        None, None, attrs.evolve(future.settled(), source=type("Ended", (), {"ended": True})())
+    )
     with pytest.raises(BadAnswer, match="its workers have been ended") as error:
-        gone.result()
+        future_of_ended_group.result()
     assert "'make_later' of group 'maker'" in str(error.value)
     with pytest.raises(Refused, match="its workers have been ended"):
-        taker.echo(gone)
+        taker.echo(future_of_ended_group)

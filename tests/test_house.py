@@ -103,13 +103,13 @@ def cycles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
     """Sets of modules that reach each other."""
 
     def reached(start: str) -> set[str]:
-        seen: set[str] = set()
+        names: set[str] = set()
         stack = [start]
         while stack:
-            for name in graph[stack.pop()] - seen:
-                seen.add(name)
+            for name in graph[stack.pop()] - names:
+                names.add(name)
                 stack.append(name)
-        return seen
+        return names
 
     reach = {name: reached(name) for name in graph}
     return {frozenset(other for other in reach[name] if name in reach[other]) for name in graph if name in reach[name]}
@@ -246,8 +246,8 @@ def test_importing_core_and_what_lists_and_plans_imports_nothing_heavy() -> None
         "core, core.registry, core.list_engines, core.group, core.hookspecs, core.config, core.manifest, core.mesh"
     )
     script = f"import sys, {modules}; sys.exit(sorted({HEAVY} & set(sys.modules)) or 0)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
 
 
 def test_every_public_name_of_core_has_a_home() -> None:

@@ -93,9 +93,9 @@ def run(site: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="session")
 def listing(site: Path) -> dict[str, dict[str, Any]]:
     """The JSON listing, by distribution."""
-    done = run(site, "--json")
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    process = run(site, "--json")
+    assert process.returncode == 0, process.stderr
+    answer = json.loads(process.stdout)
     assert answer["schema"] == 1
     names = [entry["name"] for entry in answer["entries"]]
     assert names == sorted(names)
@@ -119,7 +119,7 @@ def test_json_says_all_of_a_good_plugin(listing: dict[str, dict[str, Any]]) -> N
 
 
 @pytest.mark.parametrize(
-    ("distribution", "said"),
+    ("distribution", "output"),
     [
         ("import-toy", "ImportError: no libfoo.so"),
         ("runtime-toy", "RuntimeError: [/red] needs a driver"),
@@ -128,11 +128,11 @@ def test_json_says_all_of_a_good_plugin(listing: dict[str, dict[str, Any]]) -> N
     ],
 )
 def test_json_says_why_a_plugin_is_broken_and_how_to_mend_it(
-    listing: dict[str, dict[str, Any]], distribution: str, said: str
+    listing: dict[str, dict[str, Any]], distribution: str, output: str
 ) -> None:
     entry = listing[distribution]
     assert (entry["status"], entry["kind"], entry["version"]) == ("broken", None, "7.1")
-    assert entry["reason"].startswith(said)
+    assert entry["reason"].startswith(output)
     assert distribution in entry["mend"]
     assert (entry["devices"], entry["capabilities"], entry["factory"]) == ([], [], None)
 
@@ -149,15 +149,15 @@ def test_json_says_what_is_incompatible_and_what_lacks_a_dependency(listing: dic
 
 
 def test_the_table_has_a_line_for_each_and_the_mend_below(site: Path) -> None:
-    done = run(site)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    process = run(site)
+    assert process.returncode == 0, process.stderr
+    lines = process.stdout.splitlines()
     assert lines[0].split() == ["kind", "name", "status", "distribution", "devices"]
     assert any(" ".join(line.split()) == "engine toy ok acme-toy 1.0 cpu, cuda a toy" for line in lines)
     (at,) = (number for number, line in enumerate(lines) if "[/red] needs a driver" in line)
     assert lines[at].split()[:4] == ["?", "runtime-toy", "broken", "runtime-toy"]
     assert lines[at + 1].lstrip().startswith("mend: ")
-    assert "bye" not in done.stdout, "what plugins print goes to stderr"
+    assert "bye" not in process.stdout, "what plugins print goes to stderr"
 
 
 def test_nothing_heavy_is_imported_by_a_listing(site: Path) -> None:
@@ -167,8 +167,8 @@ def test_nothing_heavy_is_imported_by_a_listing(site: Path) -> None:
         f"sys.exit(sorted(set({HEAVY}) & set(sys.modules)) or 0)"
     )
     env = os.environ | {"PYTHONPATH": str(site)}
-    done = subprocess.run([sys.executable, "-c", script], env=env, cwd=site.parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", script], env=env, cwd=site.parent, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
 
 
 def test_strict_exits_1_when_anything_is_not_ok_but_not_for_what_is_disabled(site: Path) -> None:
@@ -202,12 +202,12 @@ def test_kind_narrows_the_listing_but_keeps_plugins_whose_kind_is_unknown(
 
 def test_verbose_adds_what_the_manifest_says(here: EngineRegistry, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--verbose"])
-    said = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert any(line.startswith("requires: pluggy>=1 or nobody-has-this: met") for line in said)
-    assert "factory: acme_toy_backend:Backend" in said
-    assert "config: acme_toy_backend:Config" in said
-    assert "capabilities: none" in said
-    assert "module: runtime_toy" in said
+    output = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert any(line.startswith("requires: pluggy>=1 or nobody-has-this: met") for line in output)
+    assert "factory: acme_toy_backend:Backend" in output
+    assert "config: acme_toy_backend:Config" in output
+    assert "capabilities: none" in output
+    assert "module: runtime_toy" in output
 
 
 def test_a_terminal_gets_colours_and_no_markup_is_read_out_of_errors(
@@ -219,10 +219,10 @@ def test_a_terminal_gets_colours_and_no_markup_is_read_out_of_errors(
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     main([])
-    said = capsys.readouterr().out
-    assert "\x1b[32mok" in said
-    assert "\x1b[31mbroken" in said
-    assert "[/red] needs a driver" in said
+    output = capsys.readouterr().out
+    assert "\x1b[32mok" in output
+    assert "\x1b[31mbroken" in output
+    assert "[/red] needs a driver" in output
 
 
 def test_without_plugins_the_listing_says_how_to_install_one(
@@ -230,9 +230,9 @@ def test_without_plugins_the_listing_says_how_to_install_one(
 ) -> None:
     monkeypatch.setattr(EngineRegistry, "discover", classmethod(lambda cls: EngineRegistry(())))
     assert main(["--strict"]) == 0
-    said = capsys.readouterr().out
-    assert "pip install 'manymesh[" in said
-    assert "'manymesh.v1'" in said
+    output = capsys.readouterr().out
+    assert "pip install 'manymesh[" in output
+    assert "'manymesh.v1'" in output
     assert main(["--kind", "transfer"]) == 0
     assert "No plugin that offers a transfer is installed" in capsys.readouterr().out
     assert main(["--json"]) == 0
@@ -253,16 +253,16 @@ def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 def test_a_name_shows_one_plugin_in_full_with_its_options_types_defaults_and_help(
     here: EngineRegistry, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = [" ".join(line.split()) for line in shown(capsys, "rich").splitlines()]
-    assert said[0] == "engine rich: rich"
-    assert "distribution: rich-toy 2.0" in said
-    assert "requires: attrs>=24: met (attrs" in " ".join(said)
-    assert "model str required directory of a Hugging Face checkpoint" in said
-    assert "speed Literal['slow', 'fast'] = 'slow' how fast: # or so" in said
-    assert "inner.high int = 2 bounds, both of them." in said
-    assert "first.top int = 3 at the start of a docstring." in said
-    assert "inner.undocumented Mapping[str, Any] = {}" in said
-    assert "optimizer.max_grad_norm float = 1.0 0: no clipping" in said
+    output = [" ".join(line.split()) for line in shown(capsys, "rich").splitlines()]
+    assert output[0] == "engine rich: rich"
+    assert "distribution: rich-toy 2.0" in output
+    assert "requires: attrs>=24: met (attrs" in " ".join(output)
+    assert "model str required directory of a Hugging Face checkpoint" in output
+    assert "speed Literal['slow', 'fast'] = 'slow' how fast: # or so" in output
+    assert "inner.high int = 2 bounds, both of them." in output
+    assert "first.top int = 3 at the start of a docstring." in output
+    assert "inner.undocumented Mapping[str, Any] = {}" in output
+    assert "optimizer.max_grad_norm float = 1.0 0: no clipping" in output
 
 
 def test_json_of_one_plugin_adds_to_what_the_listing_has(
@@ -285,19 +285,19 @@ def test_json_of_one_plugin_adds_to_what_the_listing_has(
 def test_a_distributions_name_shows_all_that_it_offers_and_says_what_cannot_be_imported(
     here: EngineRegistry, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = shown(capsys, "rich-toy")
-    assert "engine rich: rich" in said
-    assert "options: the config of engine 'bad' of rich-toy 2.0 cannot be imported" in said
+    output = shown(capsys, "rich-toy")
+    assert "engine rich: rich" in output
+    assert "options: the config of engine 'bad' of rich-toy 2.0 cannot be imported" in output
 
 
 def test_in_full_too_requirements_are_said_to_be_met_or_not_and_broken_plugins_show_why(
     here: EngineRegistry, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "NOT MET (nobody-has-this not installed)" in shown(capsys, "lacking")
-    said = shown(capsys, "runtime-toy")
-    assert "status: broken" in said
-    assert "mend: " in said
-    assert "Traceback" in said
+    output = shown(capsys, "runtime-toy")
+    assert "status: broken" in output
+    assert "mend: " in output
+    assert "Traceback" in output
 
 
 def test_a_kind_that_core_does_not_know_is_listed_as_such_and_is_healthy(
@@ -333,14 +333,14 @@ def test_a_terminal_gets_long_texts_folded_to_its_width(
 
 def test_an_unknown_name_exits_2_with_the_nearest(here: EngineRegistry, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ritch"]) == 2
-    said = capsys.readouterr().err
-    assert "no plugin 'ritch' is installed" in said
-    assert "did you mean 'rich'?" in said
+    output = capsys.readouterr().err
+    assert "no plugin 'ritch' is installed" in output
+    assert "did you mean 'rich'?" in output
 
 
 def test_every_plugin_of_this_environment_can_be_shown_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     """Without torch: test_nothing_heavy_is_imported_by_a_listing."""
     for entry in EngineRegistry.discover({}).entries:
-        (found,) = json.loads(shown(capsys, f"{entry.distribution}:{entry.name}", "--json"))["entries"]
-        assert found["options_error"] == ""
+        (entry_in_json,) = json.loads(shown(capsys, f"{entry.distribution}:{entry.name}", "--json"))["entries"]
+        assert entry_in_json["options_error"] == ""
         assert entry.name in shown(capsys, f"{entry.distribution}:{entry.name}")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core._rows.memory_pool import MOST_BUFFERS, SMALL_BYTES, Pages
+from core._rows.memory_pool import MOST_BUFFERS, SMALL_BYTES, MemoryPool
 from core._rows.wire import decode, encode
 
 SIZE = 4 * SMALL_BYTES
@@ -21,16 +21,16 @@ def address(array: np.ndarray[Any, Any]) -> int:
 
 
 def test_memory_that_nobody_refers_to_is_used_again() -> None:
-    pages = Pages()
-    first = address(pages.take(SIZE))
-    assert address(pages.take(SIZE)) == first
-    assert address(pages.take(SIZE * 3 // 4)) == first
+    pool = MemoryPool()
+    first = address(pool.take(SIZE))
+    assert address(pool.take(SIZE)) == first
+    assert address(pool.take(SIZE * 3 // 4)) == first
 
 
 def test_a_much_smaller_array_does_not_sit_on_a_large_buffer() -> None:
-    pages = Pages()
-    first = address(pages.take(4 * SIZE))
-    assert address(pages.take(SIZE)) != first
+    pool = MemoryPool()
+    first = address(pool.take(4 * SIZE))
+    assert address(pool.take(SIZE)) != first
 
 
 @pytest.mark.parametrize(
@@ -47,44 +47,44 @@ def test_a_much_smaller_array_does_not_sit_on_a_large_buffer() -> None:
     ],
 )
 def test_whatever_refers_to_memory_keeps_it(keep: Any) -> None:
-    pages = Pages()
-    array = pages.take(SIZE)
+    pool = MemoryPool()
+    array = pool.take(SIZE)
     first = address(array)
-    kept = keep(array)
+    copy = keep(array)
     del array
-    assert address(pages.take(SIZE)) != first
-    del kept
-    assert first in {address(pages.take(SIZE)), address(pages.take(SIZE))}
+    assert address(pool.take(SIZE)) != first
+    del copy
+    assert first in {address(pool.take(SIZE)), address(pool.take(SIZE))}
 
 
 def test_arrays_that_hold_objects_are_copied_all_the_same() -> None:
     array = np.zeros(SMALL_BYTES, [("row", np.int64), ("object", object)])
     array["object"][3] = "x"
-    copied = Pages().copy(array)
+    copied = MemoryPool().copy(array)
     assert (copied["object"][3], copied["row"].sum()) == ("x", 0)
 
 
 def test_of_unused_memory_only_so_much_is_kept() -> None:
-    pages = Pages(kept_bytes=3 * SIZE)
-    held = [pages.take(SIZE) for _ in range(8)]
-    del held
-    pages.take(3 * SIZE)
-    assert sum(map(len, pages._buffers)) <= 4 * SIZE
+    pool = MemoryPool(kept_bytes=3 * SIZE)
+    buffers = [pool.take(SIZE) for _ in range(8)]
+    del buffers
+    pool.take(3 * SIZE)
+    assert sum(map(len, pool._buffers)) <= 4 * SIZE
 
 
 def test_buffers_that_are_forgotten_in_use_stay_whole() -> None:
-    pages = Pages()
-    held = [pages.copy(np.full(SMALL_BYTES, i % 251, np.uint8)) for i in range(MOST_BUFFERS + 30)]
-    assert len(pages._buffers) <= MOST_BUFFERS + 1
-    assert all((array == i % 251).all() for i, array in enumerate(held))
+    pool = MemoryPool()
+    buffers = [pool.copy(np.full(SMALL_BYTES, i % 251, np.uint8)) for i in range(MOST_BUFFERS + 30)]
+    assert len(pool._buffers) <= MOST_BUFFERS + 1
+    assert all((array == i % 251).all() for i, array in enumerate(buffers))
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=30))
 def test_arrays_that_are_alive_never_share_memory(takes: list[tuple[int, bool]]) -> None:
-    pages = Pages(kept_bytes=4 * SMALL_BYTES)
+    pool = MemoryPool(kept_bytes=4 * SMALL_BYTES)
     alive: list[tuple[int, np.ndarray[Any, Any]]] = []
     for number, (size, drop) in enumerate(takes):
-        array = pages.take(size * SMALL_BYTES)
+        array = pool.take(size * SMALL_BYTES)
         array[:] = number
         alive.append((number, array))
         if drop:
@@ -95,13 +95,13 @@ def test_arrays_that_are_alive_never_share_memory(takes: list[tuple[int, bool]])
 
 @pytest.mark.parametrize("value", [np.arange(SIZE).reshape(4, -1).T, torch.arange(SIZE).view(2, -1)])
 def test_what_a_worker_is_given_is_its_own_and_stays_as_it_is_by_later_calls(value: Any) -> None:
-    sent = encode(value)
-    mine = decode(sent)
+    encoded_value = encode(value)
+    mine = decode(encoded_value)
     mine[0, 0] = -1
     column = mine[:, 0]
-    wanted = column.tolist()
+    want = column.tolist()
     del mine
     others = [decode(encode(value * 0)) for _ in range(3)]
-    assert column.tolist() == wanted
+    assert column.tolist() == want
     assert value[0, 0] == 0
     assert all((other == 0).all() for other in others)

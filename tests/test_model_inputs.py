@@ -70,9 +70,9 @@ class SeesPixels:
         rows, sample = repeat_samples(
             read_prompts(prompts, inputs=self._reads, backend="the rollout 'sees'"), sampling.num_samples
         )
-        seen = [[int(row_of(rows, row)[0]), int(sample[row])] for row in range(len(rows))]
+        tokens = [[int(row_of(rows, row)[0]), int(sample[row])] for row in range(len(rows))]
         log_probs, reasons = [[-1.0, -1.0]] * len(rows), ["length"] * len(rows)
-        return answer(rows, seen, log_probs, reasons, sampling=sampling, weight_version=0)
+        return answer(rows, tokens, log_probs, reasons, sampling=sampling, weight_version=0)
 
 
 class SeeingWorker(GeneratingWorker):

@@ -29,7 +29,7 @@ cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "object_s
 second = cluster.add_node(num_cpus=3, object_store_memory=200 * MB)
 ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
 cluster.wait_for_nodes()
-told = {}
+facts = {}
 
 
 def group(processes, ranks, name):
@@ -41,21 +41,21 @@ def group(processes, ranks, name):
 try:
     RayResourcePool([4, 2]).placement_groups()
 except Refused as error:
-    told["refusal"] = str(error)
+    facts["refusal"] = str(error)
 both = group([2, 2], [0, 1, 1, 0], "both")
-told["nodes"] = [identity.node_id for identity in both.identities]
-told["lost"] = [rank for rank, node in enumerate(told["nodes"]) if node == second.node_id]
+facts["nodes"] = [identity.node_id for identity in both.identities]
+facts["lost"] = [rank for rank, node in enumerate(facts["nodes"]) if node == second.node_id]
 lengths = torch.arange(8) % 3 + 1
 batch = TensorDict({"x": torch.arange(8), "t": jagged_from(torch.arange(int(lengths.sum())), lengths)}, batch_size=[8])
-told["echo"] = both.echo(batch)["x"].tolist()
-told["places"] = both.place()
+facts["echo"] = both.echo(batch)["x"].tolist()
+facts["places"] = both.place()
 
 # Rows go from the workers of one node to those of the other: 2 MB a row, so each of them lies in a store.
 away = group([1], [0], "away")
-told["away"] = away.identities[0].node_id
+facts["away"] = away.identities[0].node_id
 future = both.make_later(batch, width=MB // 2)
 handed = away.echo(future[0])
-told["handed"], told["wide"] = handed["x"].tolist(), list(handed["wide"].shape)
+facts["handed"], facts["wide"] = handed["x"].tolist(), list(handed["wide"].shape)
 away.shutdown()
 
 began = time.monotonic()
@@ -64,9 +64,9 @@ cluster.remove_node(second, allow_graceful=False)
 try:
     call.result()
 except WorkerFailed as error:
-    told["failed"] = [error.rank, str(error), time.monotonic() - began]
-told["after"] = both.failed
-print("TOLD", json.dumps(told), flush=True)
+    facts["failed"] = [error.rank, str(error), time.monotonic() - began]
+facts["after"] = both.failed
+print("TOLD", json.dumps(facts), flush=True)
 both.shutdown()
 ray.shutdown()
 cluster.shutdown()
@@ -74,49 +74,49 @@ cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, Any]:
+def facts() -> dict[str, Any]:
     """What a driver on two nodes has seen."""
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     # A place of its own, and a short one for its sockets: a cluster in the common one is what any ray.init() joins.
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as place:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", DRIVER],
             capture_output=True,
             text=True,
             env={**environment, "RAY_TMPDIR": place},
             timeout=300,
         )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("TOLD ")]
-    assert lines, done.stderr[-4000:]
+    lines = [line for line in process.stdout.splitlines() if line.startswith("TOLD ")]
+    assert lines, process.stderr[-4000:]
     found: dict[str, Any] = json.loads(lines[0].removeprefix("TOLD "))
     return found
 
 
-def test_ranks_of_a_node_follow_each_other_and_know_their_place_on_it(told: dict[str, Any]) -> None:
-    nodes = told["nodes"]
+def test_ranks_of_a_node_follow_each_other_and_know_their_place_on_it(facts: dict[str, Any]) -> None:
+    nodes = facts["nodes"]
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
     assert nodes == sorted(nodes)
-    assert [place["LOCAL_RANK"] for place in told["places"]] == ["0", "1", "0", "1"]
-    assert {place["RAY_LOCAL_WORLD_SIZE"] for place in told["places"]} == {"2"}
+    assert [place["LOCAL_RANK"] for place in facts["places"]] == ["0", "1", "0", "1"]
+    assert {place["RAY_LOCAL_WORLD_SIZE"] for place in facts["places"]} == {"2"}
 
 
-def test_rows_come_back_in_order_whatever_node_had_them(told: dict[str, Any]) -> None:
-    assert told["echo"] == list(range(8))
+def test_rows_come_back_in_order_whatever_node_had_them(facts: dict[str, Any]) -> None:
+    assert facts["echo"] == list(range(8))
 
 
-def test_rows_go_from_the_workers_of_one_node_to_those_of_another(told: dict[str, Any]) -> None:
-    assert told["away"] in told["nodes"]
-    assert told["handed"] == list(range(8))
-    assert told["wide"] == [8, (1 << 20) // 2]
+def test_rows_go_from_the_workers_of_one_node_to_those_of_another(facts: dict[str, Any]) -> None:
+    assert facts["away"] in facts["nodes"]
+    assert facts["handed"] == list(range(8))
+    assert facts["wide"] == [8, (1 << 20) // 2]
 
 
-def test_a_pool_for_which_no_node_has_room_is_refused_though_all_together_have(told: dict[str, Any]) -> None:
-    assert "no node has room for 4 of its processes" in told["refusal"]
+def test_a_pool_for_which_no_node_has_room_is_refused_though_all_together_have(facts: dict[str, Any]) -> None:
+    assert "no node has room for 4 of its processes" in facts["refusal"]
 
 
-def test_a_node_that_dies_fails_the_call_with_a_rank_that_was_on_it(told: dict[str, Any]) -> None:
-    rank, text, seconds = told["failed"]
-    assert rank in told["lost"]
+def test_a_node_that_dies_fails_the_call_with_a_rank_that_was_on_it(facts: dict[str, Any]) -> None:
+    rank, text, seconds = facts["failed"]
+    assert rank in facts["lost"]
     assert "group 'both'" in text
-    assert told["after"]
+    assert facts["after"]
     assert seconds < 60

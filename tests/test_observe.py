@@ -36,13 +36,13 @@ class Listening(Observer):
     def before_dispatch(self, call: Any) -> None:
         self.heard.append(("before", call.group, call.method, call.spec.mesh, call.num_rows))
 
-    def after_dispatch(self, call: Any, sent: Any, seconds: float) -> None:
-        weights = {id(each): num_bytes((each.args, dict(each.kwargs))) for each in sent.values()}
+    def after_dispatch(self, call: Any, calls: Any, seconds: float) -> None:
+        weights = {id(each): num_bytes((each.args, dict(each.kwargs))) for each in calls.values()}
         self.heard.append(("sent", call.num_rows, sum(weights.values()), seconds > 0))
 
     def after_collect(self, call: Any, answers: Any, seconds: float, error: BaseException | None) -> None:
-        got = None if answers is None else num_bytes(list(answers.values()))
-        self.heard.append(("collected", got, seconds > 0, type(error).__name__))
+        num = None if answers is None else num_bytes(list(answers.values()))
+        self.heard.append(("collected", num, seconds > 0, type(error).__name__))
 
     def before_method(self, run: MethodRun) -> None:
         self.heard.append(("run", run.context.rank, run.command.method, run.command.mesh))
@@ -181,10 +181,10 @@ def test_pdb_stops_at_the_methods_first_line(tmp_path: Path, capsys: Any, monkey
 def test_a_recorder_travels_to_ray_workers(ray_cluster: None, tmp_path: Path) -> None:
     from core.transport.ray import RayResourcePool, RayWorkerGroup
 
-    made = RayClassWithInitArgs(Echo, [0, 1], [0, 1])
-    with RayResourcePool([2]) as pool, RayWorkerGroup(pool, made, observers=[Recorder(str(tmp_path), [1])]) as group:
+    worker = RayClassWithInitArgs(Echo, [0, 1], [0, 1])
+    with RayResourcePool([2]) as pool, RayWorkerGroup(pool, worker, observers=[Recorder(str(tmp_path), [1])]) as group:
         rows = group.make_later(batch_of())[0]
         assert group.echo(rows)["x"].tolist() == [0, 1, 2, 3]
     assert [each.name for each in tmp_path.iterdir()] == ["rank-1"]
-    done = replay(tmp_path, 1)
-    assert (done.method, done.equal, done.answer["x"].tolist()) == ("echo", True, [2, 3])
+    result = replay(tmp_path, 1)
+    assert (result.method, result.equal, result.answer["x"].tolist()) == ("echo", True, [2, 3])

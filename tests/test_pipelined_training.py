@@ -88,5 +88,5 @@ def test_mini_batches_and_epochs_give_the_metrics_and_the_policy_of_one_rank(
     assert metrics == pytest.approx(want, rel=1e-4)
     assert want["approx_kl"] > 0
     assert metrics["num_tokens"] == 2 * int(BATCH["response_mask"].values().sum())
-    (outputs, _), (wanted, _) = (each.infer_batch(BATCH, temperature=WARM) for each in pair)
-    assert torch.allclose(outputs["log_probs"].values(), wanted["log_probs"].values(), atol=1e-4)
+    (outputs, _), (want_outputs, _) = (each.infer_batch(BATCH, temperature=WARM) for each in pair)
+    assert torch.allclose(outputs["log_probs"].values(), want_outputs["log_probs"].values(), atol=1e-4)

@@ -66,18 +66,18 @@ def test_a_method_that_only_reads_gets_no_copy(reads_only: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [("tensor", "column 'y' of argument 0"), ("object", "column 'names' of argument 0"), ("array", "argument 1")],
 )
 def test_a_method_that_writes_although_it_said_not_to_is_named_with_rank_and_column(
-    monkeypatch: pytest.MonkeyPatch, how: str, told: str
+    monkeypatch: pytest.MonkeyPatch, how: str, message: str
 ) -> None:
     monkeypatch.setenv("MANYMESH_CHECK_READS", "1")
     group = LocalWorkerGroup(RayClassWithInitArgs(Reading), world_size=2)
     assert group.reads(batch_of())["sum"].tolist() == [0, 1, 4, 5]
     with pytest.raises(WorkerFailed) as failure:
         group.lies(batch_of(), np.arange(2), 1, how)
-    assert f"method 'lies' is registered with reads_only=True, but rank 1 wrote to {told}" in str(failure.value)
+    assert f"method 'lies' is registered with reads_only=True, but rank 1 wrote to {message}" in str(failure.value)
 
 
 def test_a_column_that_a_reader_adds_is_no_write(monkeypatch: pytest.MonkeyPatch) -> None:

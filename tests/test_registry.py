@@ -101,15 +101,17 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(("source", "said"), BROKEN.items(), ids=[said.split(":")[0] for said in BROKEN.values()])
-def test_a_broken_plugin_is_listed_with_its_error_and_hurts_nobody_else(site: Path, source: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "message"), BROKEN.items(), ids=[message.split(":")[0] for message in BROKEN.values()]
+)
+def test_a_broken_plugin_is_listed_with_its_error_and_hurts_nobody_else(site: Path, source: str, message: str) -> None:
     install(site, "broken-toy", {"broken_toy.py": source}, version="7.1", points={"brk": "broken_toy"})
     install_toy(site)
     registry = discovered()
 
     (broken,) = [entry for entry in registry.entries if entry.distribution == "broken-toy"]
     assert (broken.status, broken.kind, broken.name, broken.version) == (Status.BROKEN, None, "brk", "7.1")
-    assert broken.reason.startswith(said)
+    assert broken.reason.startswith(message)
     assert "broken-toy" in broken.mend
     assert registry.find("toy").status is Status.OK
     for name in ("brk", "broken-toy", "broken-toy:anything"):
@@ -420,8 +422,8 @@ def test_what_a_backend_does_not_offer_is_refused_with_what_it_offers(site: Path
     install_toy(site, devices={"cuda"}, vendors={"nvidia"}, model_types={"value_model"})
     registry = discovered()
     assert registry.find("toy", "engine", "value_model", "cuda:1", "nvidia").name == "toy"
-    asked = {"device": "cpu", "vendor": "amd", "model_type": "language_model"}
-    for key, value in asked.items():
+    request = {"device": "cpu", "vendor": "amd", "model_type": "language_model"}
+    for key, value in request.items():
         with pytest.raises(RegistryError, match=f"'toy' is not for {key.replace('_', ' ')} '{value}'") as raised:
             registry.find("toy", **{key: value})  # type: ignore[arg-type]
         assert raised.value.want == "model type value_model, device cuda, vendor nvidia"

@@ -51,9 +51,9 @@ def test_new_plugins_install_as_wheels_pass_the_kit_and_train(tmp_path: Path) ->
     for names in PLUGINS:
         run([python, "-m", "sdk", "check", names.backend], tmp_path)
         # By the script, which leaves the folder off sys.path: the wheel is what is tested.
-        said = run([str(tmp_path / "env/bin/pytest"), "-q"], tmp_path / names.distribution)
-        assert f"conformance {names.backend} 0.1.0" in said
-        assert " failed" not in said
+        output = run([str(tmp_path / "env/bin/pytest"), "-q"], tmp_path / names.distribution)
+        assert f"conformance {names.backend} 0.1.0" in output
+        assert " failed" not in output
 
     run([python, "-c", MAKE_DATA], tmp_path)
     config = CONFIG.replace("processes: [1]", "processes: [2]")
@@ -70,12 +70,12 @@ def test_the_example_of_an_engine_on_ddp_passes_the_kit(tmp_path: Path) -> None:
     install = ["install", "-q", "--no-deps", "--no-build-isolation", "--target", str(site), str(EXAMPLE)]
     run([sys.executable, "-m", "pip", *install], tmp_path)
     script = Path(sys.executable).with_name("pytest")
-    done = subprocess.run(
+    process = subprocess.run(
         [str(script), "-q", "-p", "no:cacheprovider"],
         cwd=EXAMPLE,
         env=os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "conformance ddp-engine 0.1.0" in done.stdout
+    assert process.returncode == 0, process.stdout[-4000:]
+    assert "conformance ddp-engine 0.1.0" in process.stdout

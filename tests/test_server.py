@@ -79,26 +79,26 @@ class Counter:
 
 @pytest.fixture
 def counters(monkeypatch: pytest.MonkeyPatch) -> list[Counter]:
-    made: list[Counter] = []
+    workers: list[Counter] = []
     serves = SimpleNamespace(manifest=SimpleNamespace(capabilities={Capability.SERVER}))
     monkeypatch.setattr(EngineRegistry, "get", lambda *args, **kwargs: serves)
 
     def new(*args: Any, **kwargs: Any) -> Counter:
-        made.append(Counter())
-        return made[-1]
+        workers.append(Counter())
+        return workers[-1]
 
     monkeypatch.setattr(EngineRegistry, "new", new)
-    return made
+    return workers
 
 
 @pytest.fixture
 def groups(counters: list[Counter]) -> Iterator[list[WorkerGroup]]:
     worker = RayClassWithInitArgs(RolloutServerWorker, RolloutWorkerConfig("counter"))
-    made: list[Any] = [LocalWorkerGroup(worker, name=name) for name in "ab"]
-    for group in made:
+    workers: list[Any] = [LocalWorkerGroup(worker, name=name) for name in "ab"]
+    for group in workers:
         group.init_model()
-    yield made
-    for group in made:
+    yield workers
+    for group in workers:
         group.shutdown()
 
 
@@ -189,12 +189,12 @@ def test_requests_of_a_dead_replica_fail_by_name_and_new_ones_go_to_the_others(
     client: RolloutClient, counters: list[Counter]
 ) -> None:
     client.pause("keep")
-    lost, other = client.submit([1], TEN), client.submit([2], TEN)
+    first, other = client.submit([1], TEN), client.submit([2], TEN)
     counters[0].healthy = False
     assert client.check_health() == ["rank 0 of group 'a'"]
-    with pytest.raises(RequestFailed, match=rf"{lost.request.id}[\s\S]*its engine has died") as caught:
-        lost.result()
-    assert isinstance(caught.value.__cause__, WorkerFailed)
+    with pytest.raises(RequestFailed, match=rf"{first.request.id}[\s\S]*its engine has died") as raised:
+        first.result()
+    assert isinstance(raised.value.__cause__, WorkerFailed)
     client.resume_generation()
     assert [each.result().replica.name for each in (other, client.submit([3], TEN))] == ["rank 0 of group 'b'"] * 2
     counters[1].healthy = False

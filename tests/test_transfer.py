@@ -83,15 +83,15 @@ def groups(model: str) -> tuple[WorkerGroup, list[WorkerGroup]]:
 @pytest.fixture
 def sync_of(groups: Any, tmp_path: Path) -> Iterator[Callable[..., WeightSync]]:
     """Makes syncs between `groups`."""
-    made: list[WeightSync] = []
+    syncs: list[WeightSync] = []
 
     def make(kind: str = "collective", **more: Any) -> WeightSync:
         options = {"directory": str(tmp_path / "weights")} if kind == "disk" else {}
-        made.append(WeightSync(*groups, kind=kind, options=options, **{"bucket_mb": FIVE_BUCKETS, **more}))
-        return made[-1]
+        syncs.append(WeightSync(*groups, kind=kind, options=options, **{"bucket_mb": FIVE_BUCKETS, **more}))
+        return syncs[-1]
 
     yield make
-    for sync in made:
+    for sync in syncs:
         sync.close()
 
 
@@ -357,8 +357,8 @@ def test_bad_requests_are_refused_before_anything_is_opened(groups: Any, monkeyp
         WeightSync(senders, senders).sync()
     with pytest.raises(ConfigError, match="bucket_mb"):
         WeightSync(senders, receivers, bucket_mb=0)
-    for options, said in (({}, "directory"), ({"directory": "here"}, "absolute")):
-        with pytest.raises(ConfigError, match=said):
+    for options, message in (({}, "directory"), ({"directory": "here"}, "absolute")):
+        with pytest.raises(ConfigError, match=message):
             WeightSync(senders, receivers, kind="disk", options=options)
     with monkeypatch.context() as without_ray:
         without_ray.setattr("ray.is_initialized", lambda: False)

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from core.engine import WeightSpec
 from core.errors import ManymeshError
-from manymesh.workers.transfer.buckets import ALIGN, Joiner, NamedTensor, as_bytes, cut, offsets, plan, whole_tensors
+from manymesh.workers.transfer.buckets import (
+    ALIGN,
+    Joiner,
+    NamedTensor,
+    as_bytes,
+    fill_buckets,
+    offsets,
+    plan,
+    whole_tensors,
+)
 from manymesh.workers.transfer.digest import digest
 
 DTYPES = ("bfloat16", "float32", "float64", "int64", "bool", "uint8", "float8_e4m3fn", "float16")
@@ -54,7 +63,7 @@ def carried(specs: list[WeightSpec], stream: list[NamedTensor], bucket_bytes: in
     """What a receiver is given to load, bucket by bucket. One buffer carries all buckets, as a link's would."""
     joiner, buckets, loads = Joiner(specs), plan(specs, bucket_bytes), []
     buffer = torch.empty(max(bucket_bytes, ALIGN) + ALIGN, dtype=torch.uint8)
-    for bucket, pieces in zip(buckets, cut(specs, buckets, stream), strict=True):
+    for bucket, pieces in zip(buckets, fill_buckets(specs, buckets, stream), strict=True):
         starts, size = offsets(bucket.sizes)
         assert size <= max(bucket_bytes // ALIGN * ALIGN, ALIGN)
         buffer.fill_(255)
@@ -75,9 +84,9 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_what_is_cut_and_joined_is_what_it_was(model: Any, bucket_bytes: int) -> None:
     specs, stream = model
     loads = carried(specs, stream, bucket_bytes)
-    found = [named for load in loads for named in load]
-    assert [name for name, _ in found] == [name for name, _ in stream]
-    assert all(same(a, b) for (_, a), (_, b) in zip(found, stream, strict=True))
+    have = [named for load in loads for named in load]
+    assert [name for name, _ in have] == [name for name, _ in stream]
+    assert all(same(a, b) for (_, a), (_, b) in zip(have, stream, strict=True))
     for together in ("a", "b"):
         names = {spec.name for spec in specs if spec.together == together}
         assert sum(any(name in names for name, _ in load) for load in loads) <= 1
@@ -92,8 +101,8 @@ def test_what_is_cut_and_joined_is_what_it_was(model: Any, bucket_bytes: int) ->
 def test_tensors_of_every_size_about_a_buckets_edge_cross_whole(size: int) -> None:
     stream = [("a", filled((size,), "uint8")), ("b", filled((4,), "float32")), ("c", filled((size,), "uint8", 1))]
     specs = [spec_of(*named) for named in stream]
-    found = [named for load in carried(specs, stream, 64) for named in load]
-    assert all(same(a, b) for (_, a), (_, b) in zip(found, stream, strict=True))
+    have = [named for load in carried(specs, stream, 64) for named in load]
+    assert all(same(a, b) for (_, a), (_, b) in zip(have, stream, strict=True))
     pieces = [piece for bucket in plan(specs, 64) for piece in bucket.pieces if piece.tensor == 0]
     assert len(pieces) == -(-size // 64), "a tensor is cut no more than it must be"
 
@@ -110,7 +119,7 @@ def test_biases_between_q_k_and_v_make_one_load_of_them_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda stream: stream[:-1], "fewer tensors"),
         (lambda stream: [*stream, ("more", torch.ones(1))], "another tensor"),
@@ -119,11 +128,11 @@ def test_biases_between_q_k_and_v_make_one_load_of_them_all() -> None:
         (lambda stream: [(name, tensor[:1]) for name, tensor in stream], "another tensor"),
     ],
 )
-def test_a_stream_that_is_not_what_was_announced_is_an_error(change: Any, said: str) -> None:
+def test_a_stream_that_is_not_what_was_announced_is_an_error(change: Any, message: str) -> None:
     stream = [("a", torch.ones(5)), ("b", torch.ones(3))]
     specs = [spec_of(*named) for named in stream]
-    with pytest.raises(ManymeshError, match=said):
-        list(cut(specs, plan(specs, 16), change(stream)))
+    with pytest.raises(ManymeshError, match=message):
+        list(fill_buckets(specs, plan(specs, 16), change(stream)))
 
 
 def test_loads_within_one_process_are_of_about_a_buckets_size_and_never_part_what_loads_together() -> None:
@@ -131,8 +140,8 @@ def test_loads_within_one_process_are_of_about_a_buckets_size_and_never_part_wha
     together = {"q": "qkv", "k": "qkv", "v": "qkv"}
     specs = [WeightSpec(name, (4,), "float32", together.get(name)) for name in names]
     stream = [(name, torch.zeros(100 if name == "big" else 4)) for name in names]
-    found = [[name for name, _ in bucket] for bucket in whole_tensors(specs, iter(stream), max_bytes=32)]
-    assert found == [["a"], ["q", "k", "v"], ["b"], ["big"]]
+    have = [[name for name, _ in bucket] for bucket in whole_tensors(specs, iter(stream), max_bytes=32)]
+    assert have == [["a"], ["q", "k", "v"], ["b"], ["big"]]
     assert list(whole_tensors([], iter([]), 32)) == []
 
 

@@ -39,9 +39,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def pools(ray_cluster: None) -> Iterator[dict[str, RayResourcePool]]:
-    made = {name: RayResourcePool([size], name=name) for name, size in (("train", 2), ("sample", 1), ("wide", 2))}
-    yield made
-    for pool in made.values():
+    pools_by_name = {
+        name: RayResourcePool([size], name=name) for name, size in (("train", 2), ("sample", 1), ("wide", 2))
+    }
+    yield pools_by_name
+    for pool in pools_by_name.values():
         pool.shutdown()
 
 
@@ -114,7 +116,7 @@ def test_no_more_than_two_buckets_are_in_the_object_store_at_a_time(ray_cluster:
     channel = Channel.serve("127.0.0.1", 20)
     transfers = [ObjectStoreTransfer(ObjectStoreConfig()) for _ in range(2)]
     loaded: list[Any] = []
-    held: list[int] = []
+    counts: list[int] = []
 
     def is_held(number: int) -> bool:
         try:
@@ -125,7 +127,7 @@ def test_no_more_than_two_buckets_are_in_the_object_store_at_a_time(ray_cluster:
     class Loading:
         def load_bucket(self, bucket: Any) -> None:
             time.sleep(0.05)  # the sender runs ahead as far as it may
-            held.append(sum(is_held(number) for number in range(9)))
+            counts.append(sum(is_held(number) for number in range(9)))
             loaded.extend((name, tensor.clone()) for name, tensor in bucket)
 
         def finish_weight_update(self) -> None:
@@ -147,7 +149,7 @@ def test_no_more_than_two_buckets_are_in_the_object_store_at_a_time(ray_cluster:
     assert receipt.error == ""
     assert [name for name, _ in loaded[:-1]] == [name for name, _ in weights]
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(loaded[:-1], weights, strict=True))
-    assert max(held) == 2
+    assert max(counts) == 2
     assert not any(is_held(number) for number in range(9))
     for transfer in transfers:
         transfer.close()
@@ -225,11 +227,11 @@ def test_a_megatron_trainer_that_is_cut_in_two_feeds_whole_rollouts(
     receivers.shutdown()
     with (
         rollouts(model, pools["wide"]) as two,
-        trainers(model, pools["train"], "megatron", **{axis: 2}) as cut,
-        make_sync("collective", cut, two, tmp_path) as sync,
+        trainers(model, pools["train"], "megatron", **{axis: 2}) as sharded,
+        make_sync("collective", sharded, two, tmp_path) as sync,
     ):
         for _ in range(2):
-            cut.update_actor(training_batch(), temperature=1.0)
-            assert gap(cut, two) > 1e-4
+            sharded.update_actor(training_batch(), temperature=1.0)
+            assert gap(sharded, two) > 1e-4
             version = sync.sync()
-            assert gap(cut, two, version) < 1e-4
+            assert gap(sharded, two, version) < 1e-4

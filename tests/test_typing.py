@@ -70,14 +70,14 @@ def test_wrong_calls_of_a_group_are_errors_and_nothing_else_is(tmp_path: Path) -
     (tmp_path / "driver.py").write_text(DRIVER)
     (tmp_path / "mypy.ini").write_text(CONFIG.format(root=ROOT))
     command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--no-error-summary", "driver.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     lines: dict[int, str] = {}
-    for number, text in re.findall(r"^driver\.py:(\d+): (.*)$", done.stdout, re.MULTILINE):
+    for number, text in re.findall(r"^driver\.py:(\d+): (.*)$", process.stdout, re.MULTILINE):
         lines[int(number)] = lines.get(int(number), "") + text
     expected = {
         number: line.partition("# error: ")[2]
         for number, line in enumerate(DRIVER.splitlines(), 1)
         if "# error: " in line
     }
-    assert set(lines) == set(expected), done.stdout + done.stderr
+    assert set(lines) == set(expected), process.stdout + process.stderr
     assert {number: word for number, word in expected.items() if word not in lines[number]} == {}

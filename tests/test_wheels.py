@@ -32,9 +32,9 @@ def run(command: list[str], where: Path) -> str:
     """Standard output of a process that knows nothing of this checkout or its environment."""
     hidden = {"PYTHONPATH", "VIRTUAL_ENV", "RAY_ADDRESS"}
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
-    done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return done.stdout
+    process = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=900)
+    assert process.returncode == 0, (process.stdout + process.stderr)[-4000:]
+    return process.stdout
 
 
 @pytest.mark.slow

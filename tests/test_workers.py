@@ -86,7 +86,7 @@ def train(
         worker.reset()
         metrics = worker.train_mini_batch(take(batch, shards[rank].ranges()), num_mini_batches)
     engine: Any = worker.engine
-    named = dict(engine._loaded.model.named_parameters())
+    named = dict(engine._state.model.named_parameters())
     gradient = {name: full(parameter.grad) for name, parameter in named.items()}
     weights = {name: full(parameter.detach()) for name, parameter in named.items()}
     return {name: metric.total for name, metric in metrics.items()}, gradient, weights
@@ -144,9 +144,9 @@ def test_ranks_with_fewer_micro_batches_run_filler_that_counts_nothing(model: st
     order = torch.argsort(batch["input_ids"].offsets().diff(), descending=True)
     batch = select(batch, order)
     whole = attrs.evolve(worker_config(model), micro_batch=MicroBatchConfig(max_tokens=10_000))
-    cut = attrs.evolve(whole, micro_batch=MicroBatchConfig(max_tokens=64))
+    split_config = attrs.evolve(whole, micro_batch=MicroBatchConfig(max_tokens=64))
     losses, gradient, _ = train(0, 1, whole, batch)
-    answers = two_ranks.run(train, cut, batch)
+    answers = two_ranks.run(train, split_config, batch)
     assert sum(answer[0]["loss"] for answer in answers) == pytest.approx(losses["loss"], rel=1e-5, abs=1e-7)
     assert relative(answers[0][1], gradient) < 1e-5
 

@@ -205,20 +205,20 @@ class Need:
 
     @classmethod
     def of(cls, group: Iterable[str], version_of: Callable[[str], str | None]) -> Need:
-        wanted = [Requirement(text) for text in group]
-        have = {one.name: version_of(one.name) for one in wanted}
-        return cls(tuple(group), have, any(_is_met(one, have[one.name]) for one in wanted))
+        alternatives = [Requirement(text) for text in group]
+        have = {one.name: version_of(one.name) for one in alternatives}
+        return cls(tuple(group), have, any(_is_met(one, have[one.name]) for one in alternatives))
 
     @property
     def installed(self) -> str:
         return ", ".join(f"{name} {version or 'not installed'}" for name, version in self.have.items())
 
 
-def _is_met(wanted: Requirement, version: str | None) -> bool:
-    if wanted.marker is not None and not wanted.marker.evaluate():
+def _is_met(requirement: Requirement, version: str | None) -> bool:
+    if requirement.marker is not None and not requirement.marker.evaluate():
         return True
     # A nightly build that is installed was installed on purpose.
-    return version is not None and wanted.specifier.contains(version, prereleases=True)
+    return version is not None and requirement.specifier.contains(version, prereleases=True)
 
 
 def with_needs(backend: Backend, version_of: Callable[[str], str | None]) -> Backend:

@@ -34,9 +34,9 @@ def options(cls: Any, prefix: str = "") -> Iterator[Option]:
         if attrs.has(hint):
             yield from options(hint, f"{prefix}{field.name}.")
         else:
-            shown = None if default is attrs.NOTHING else repr(default)
-            text = re.sub(r"\b(collections\.abc|typing)\.", "", inspect.formatannotation(hint))
-            yield Option(prefix + field.name, text, shown, helps.get(field.name, ""))
+            text = None if default is attrs.NOTHING else repr(default)
+            type_text = re.sub(r"\b(collections\.abc|typing)\.", "", inspect.formatannotation(hint))
+            yield Option(prefix + field.name, type_text, text, helps.get(field.name, ""))
 
 
 def _comments(cls: type) -> dict[str, str]:

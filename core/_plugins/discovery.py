@@ -79,19 +79,19 @@ def _plugins() -> Iterator[_Plugin]:
     Most distributions have no entry point of ours, and their METADATA (much the longest file) is not read. Of several
     of one name the first on sys.path counts, as for importlib, even if that one has no entry point of ours.
     """
-    seen = set()
-    for found in importlib.metadata.distributions():
+    names = set()
+    for distribution in importlib.metadata.distributions():
         try:
-            if not _GROUP.search(found.read_text("entry_points.txt") or ""):
+            if not _GROUP.search(distribution.read_text("entry_points.txt") or ""):
                 continue
-            metadata = found.metadata
+            metadata = distribution.metadata
             name = canonicalize_name(metadata["Name"])
             first = importlib.metadata.distribution(name)
         except Exception:
             continue  # not an installed distribution: a leftover without METADATA, a file that is not text
-        if name not in seen and first.locate_file("") == found.locate_file(""):
-            seen.add(name)
-            yield _Plugin(name, metadata["Version"] or "", found)
+        if name not in names and first.locate_file("") == distribution.locate_file(""):
+            names.add(name)
+            yield _Plugin(name, metadata["Version"] or "", distribution)
 
 
 def _entries(plugin: _Plugin, allowed: bool, version_of: Callable[[str], str | None]) -> list[Entry]:

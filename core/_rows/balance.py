@@ -32,11 +32,11 @@ def balanced_parts(weights: Sequence[int], num_parts: int) -> list[list[int]]:
         heaviest, lightest = (choose(range(num_parts), key=sums.__getitem__) for choose in (max, min))
         if sums[heaviest] * num_parts <= TOLERANCE * sum(sums):
             break
-        moved = _exchange(weights, parts[heaviest], parts[lightest], sums[heaviest] - sums[lightest])
-        if not moved:
+        change = _exchange(weights, parts[heaviest], parts[lightest], sums[heaviest] - sums[lightest])
+        if not change:
             break
-        sums[heaviest] -= moved
-        sums[lightest] += moved
+        sums[heaviest] -= change
+        sums[lightest] += change
     return parts
 
 
@@ -52,9 +52,9 @@ def _exchange(weights: Sequence[int], heavy: list[int], light: list[int], gap: i
     for i, place in enumerate(heavy):
         at = bisect_left(light_weights, weights[place] - gap / 2)
         for j in range(max(at - 1, 0), min(at + 1, len(light))):
-            moved = weights[place] - light_weights[j]
-            best = min(best, (abs(gap - 2 * moved), moved, i, j))
-    _, moved, i, j = best
-    if moved:
+            change = weights[place] - light_weights[j]
+            best = min(best, (abs(gap - 2 * change), change, i, j))
+    _, change, i, j = best
+    if change:
         heavy[i], light[j] = light[j], heavy[i]
-    return moved
+    return change

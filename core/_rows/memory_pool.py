@@ -17,7 +17,7 @@ KEPT_BYTES = 512 << 20  # of buffers that nobody uses, in a process
 MOST_BUFFERS = 256  # each is looked at for each new one
 
 
-class Pages:
+class MemoryPool:
     """A process's buffers, the last used ones at the end.
 
     Args:
@@ -53,13 +53,13 @@ class Pages:
     def _drop(self, free: list[bool], num_bytes: int) -> None:
         """Make room for a new buffer."""
         unused = sum(len(buffer) for buffer, is_free in zip(self._buffers, free, strict=True) if is_free)
-        kept = []
+        buffers = []
         for buffer, is_free in zip(self._buffers, free, strict=True):
             if is_free and unused + num_bytes > self._kept_bytes:
                 unused -= len(buffer)
             else:
-                kept.append(buffer)
-        self._buffers = kept[-MOST_BUFFERS:]  # those that go while in use live on with who uses them
+                buffers.append(buffer)
+        self._buffers = buffers[-MOST_BUFFERS:]  # those that go while in use live on with who uses them
 
     def copy(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """A private, contiguous copy."""
@@ -70,4 +70,4 @@ class Pages:
         return out
 
 
-PAGES = Pages()
+MEMORY_POOL = MemoryPool()

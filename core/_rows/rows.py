@@ -92,7 +92,7 @@ class Rows(WholeTable):
         if len(batch.batch_size) != 1:
             raise Refused("a batch has rows: its batch_size is (rows,)", have=tuple(batch.batch_size))
         offsets: list[torch.Tensor] = []
-        seen: dict[int, int] = {}  # by id: the offsets live in the list
+        places: dict[int, int] = {}  # by id: the offsets live in the list
 
         def apart(column: Any) -> Any:
             if isinstance(column, NonTensorStack):
@@ -103,11 +103,11 @@ class Rows(WholeTable):
                 return cls.of(column)
             if type(column) is torch.Tensor or not is_jagged(column):
                 return column.detach()
-            values, found = flat(column)
-            if id(found) not in seen:
-                seen[id(found)] = len(offsets)
-                offsets.append(found)
-            return Jagged(values, seen[id(found)], ragged_dim(column))
+            values, column_offsets = flat(column)
+            if id(column_offsets) not in places:
+                places[id(column_offsets)] = len(offsets)
+                offsets.append(column_offsets)
+            return Jagged(values, places[id(column_offsets)], ragged_dim(column))
 
         table = {name: apart(batch.get(name)) for name in batch.keys()}  # noqa: SIM118
         return cls(int(batch.batch_size[0]), table, offsets)
@@ -182,8 +182,8 @@ class Rows(WholeTable):
         index = index.to(torch.int64)
         new = [starts(old.diff()[index.to(old.device)]) for old in self.offsets]
         shift = [
-            torch.repeat_interleave(old[index.to(old.device)] - made[:-1], made.diff())
-            for old, made in zip(self.offsets, new, strict=True)
+            torch.repeat_interleave(old[index.to(old.device)] - starts_of_rows[:-1], starts_of_rows.diff())
+            for old, starts_of_rows in zip(self.offsets, new, strict=True)
         ]
         at = [torch.arange(len(each), device=each.device) + each for each in shift]
 
@@ -214,8 +214,8 @@ class Rows(WholeTable):
             columns["group_id"] = torch.where(number < 0, ids, ids.max() + 1 + number)
         return Rows(self.num, columns, self.offsets)
 
-    def only(self, wanted: Callable[[str], bool]) -> Rows:
-        return type(self)(self.num, {name: c for name, c in self.columns.items() if wanted(name)}, self.offsets)
+    def only(self, is_chosen: Callable[[str], bool]) -> Rows:
+        return type(self)(self.num, {name: c for name, c in self.columns.items() if is_chosen(name)}, self.offsets)
 
     def shard(self, shard: Shard, *, with_weights: bool) -> Rows:
         ranges = shard.ranges()

@@ -211,12 +211,12 @@ def _balanced(
     padding = [of_block[lightest]] * (-size % dp_size) if uneven == "pad" else []
     parts = balanced_parts([*of_block, *padding], dp_size)
     parts.sort(key=len, reverse=True)  # the first get a row more
-    dealt: list[tuple[Sequence[int], Sequence[int]]] = []
+    shares: list[tuple[Sequence[int], Sequence[int]]] = []
     for dp in range(dp_size):
         places = parts[(dp - lucky) % dp_size]
         real = sorted(start + place for place in places if place < size)
-        dealt.append((real, [start + lightest] * (len(places) - len(real))))
-    return dealt
+        shares.append((real, [start + lightest] * (len(places) - len(real))))
+    return shares
 
 
 def _block(real: Sequence[int], filler: Sequence[int], members: list[list[int]] | None) -> Block:

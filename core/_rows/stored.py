@@ -120,8 +120,8 @@ class StoredRows(WholeTable):
         """A column, which alone is fetched."""
         return self.only(lambda other: other == name).batch().get(name)
 
-    def only(self, wanted: Callable[[str], bool]) -> StoredRows:
-        return attrs.evolve(self, names=tuple(name for name in self.names if wanted(name)))
+    def only(self, is_chosen: Callable[[str], bool]) -> StoredRows:
+        return attrs.evolve(self, names=tuple(name for name in self.names if is_chosen(name)))
 
     def row_tokens(self) -> list[int] | None:
         return self._of_rows([part.row_tokens for part in self.parts])

@@ -46,7 +46,7 @@ class WholeTable(Table):
     """A batch that a driver holds: it can be dealt, and brought into another order."""
 
     @abstractmethod
-    def only(self, wanted: Callable[[str], bool]) -> Self:
+    def only(self, is_chosen: Callable[[str], bool]) -> Self:
         """The same rows of fewer columns."""
 
     @abstractmethod

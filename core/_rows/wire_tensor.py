@@ -66,13 +66,13 @@ def concatenated(parts: Sequence[WireTensor]) -> WireTensor:
     """All parts one after another, copied."""
     import numpy as np
 
-    from core._rows.memory_pool import PAGES, SMALL_BYTES
+    from core._rows.memory_pool import MEMORY_POOL, SMALL_BYTES
 
     arrays, num_bytes = [part.array for part in parts], sum(part.nbytes for part in parts)
     if num_bytes < SMALL_BYTES:
         return WireTensor(np.concatenate(arrays), parts[0].dtype)
     num, first = sum(map(len, arrays)), arrays[0]
-    out = PAGES.take(num_bytes).view(first.dtype).reshape(num, *first.shape[1:])
+    out = MEMORY_POOL.take(num_bytes).view(first.dtype).reshape(num, *first.shape[1:])
     return WireTensor(np.concatenate(arrays, out=out), parts[0].dtype)
 
 
@@ -121,9 +121,9 @@ def copied(wire: WireTensor) -> torch.Tensor:
 
 def own(array: Any) -> Any:
     """A private copy of an array."""
-    from core._rows.memory_pool import PAGES
+    from core._rows.memory_pool import MEMORY_POOL
 
-    return PAGES.copy(array)
+    return MEMORY_POOL.copy(array)
 
 
 def equal(a: Any, b: Any) -> bool:

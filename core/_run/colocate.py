@@ -24,7 +24,7 @@ class ColocatedWorker(Worker):
     """A rank's workers by role, made in the order given and shut down in the opposite one."""
 
     def __init__(self, roles: Mapping[str, RayClassWithInitArgs]) -> None:
-        self.workers = {role: made.cls(*made.args, **made.kwargs) for role, made in roles.items()}
+        self.workers = {role: worker.cls(*worker.args, **worker.kwargs) for role, worker in roles.items()}
 
     def __getattr__(self, name: str) -> Any:
         role, dot, method = name.partition(".")
@@ -34,8 +34,8 @@ class ColocatedWorker(Worker):
 
     def mesh(self, name: str) -> Mesh:
         role, _, mesh = name.partition(".")
-        found: Mesh = self.workers[role].mesh(mesh)
-        return found
+        inner: Mesh = self.workers[role].mesh(mesh)
+        return inner
 
     def shutdown(self) -> None:
         with ExitStack() as stack:  # all of them, whatever one raises
@@ -55,6 +55,6 @@ def create_colocated_worker_cls(class_dict: Mapping[str, RayClassWithInitArgs]) 
         raise Refused(
             "colocated workers have roles, each named by an identifier", have=wrong or "none", want='{"actor": ...}'
         )
-    if nested := [role for role, made in class_dict.items() if made.roles]:
-        raise Refused("a role cannot hold colocated workers itself", have=nested, mend="give all roles in one dict")
+    if owners := [role for role, worker in class_dict.items() if worker.roles]:
+        raise Refused("a role cannot hold colocated workers itself", have=owners, mend="give all roles in one dict")
     return RayClassWithInitArgs.with_roles(ColocatedWorker, class_dict)

@@ -36,20 +36,20 @@ def explained(
     rank = min(bad, key=lambda rank: (_blame(transport, rank, bad[rank]), rank))
     first: Any = bad[rank]
     identity = transport.identities[rank]
-    told: dict[str, str] = {}
+    details: dict[str, str] = {}
     cause: BaseException | None = None
     mend = "the group's other ranks have been ended; build a new group"
     mend += f"; {hint}" if hint else ""
     match first:
         case Raised():
             what, cause = f"rank {rank} of group {group!r} raised {first.summary}", _loaded(first.error)
-            told = {"traceback": first.traceback}
+            details = {"traceback": first.traceback}
         case RefusedIt():
             some = sorted(r for r, each in bad.items() if isinstance(each, RefusedIt))
             what, cause = f"only ranks {some} of group {group!r} refused: {first.error.message}", first.error
-            told, mend = {"traceback": str(cause)}, f"a refusal must be found on all ranks alike; {mend}"
+            details, mend = {"traceback": str(cause)}, f"a refusal must be found on all ranks alike; {mend}"
         case Died():
-            what, told = f"the process of rank {rank} of group {group!r} died", {"exit": first.exit}
+            what, details = f"the process of rank {rank} of group {group!r} died", {"exit": first.exit}
     error = WorkerFailed(
         what,
         group=group,
@@ -60,7 +60,7 @@ def explained(
         mesh=mesh,
         log_tail=transport.log_tail(rank),
         mend=mend,
-        **told,
+        **details,
     )
     error.__cause__ = cause
     return error
@@ -82,6 +82,6 @@ def _blame(transport: Transport, rank: int, outcome: Outcome) -> tuple[int, floa
 def _loaded(error: bytes | None) -> BaseException | None:
     """A worker's exception, where the driver has its class too."""
     with suppress(Exception):
-        loaded = pickle.loads(error) if error else None
-        return loaded if isinstance(loaded, BaseException) else None
+        exception = pickle.loads(error) if error else None
+        return exception if isinstance(exception, BaseException) else None
     return None

@@ -44,7 +44,7 @@ class Observer:
     def before_dispatch(self, call: Call) -> None:
         """Before a call's arguments are dealt: group, method, mesh and arguments are known."""
 
-    def after_dispatch(self, call: Call, sent: Mapping[int, RankCall], seconds: float) -> None:
+    def after_dispatch(self, call: Call, calls: Mapping[int, RankCall], seconds: float) -> None:
         """The call is on its way. Ranks that share a RankCall get one object.
 
         Args:

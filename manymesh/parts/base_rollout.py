@@ -114,10 +114,10 @@ class BaseRollout:
                 weights are released. Nothing has changed then.
         """
         weights = self._ready()
-        announced = self._announce(specs)
+        announcement = self._announce(specs)
         self._forget_update(weights)
         weights.begin(version, (spec.name for spec in specs))
-        self._announced = announced
+        self._announced = announcement
 
     def load_bucket(self, bucket: Bucket) -> None:
         """Load full tensors; they may be reused after return.
@@ -188,13 +188,13 @@ class BaseReleasingRollout(BaseRollout):
             Refused: an unknown tag, or nothing can be freed on this device.
         """
         weights = self._ready()
-        going, released = weights.to_release(tags), weights.released
+        tags_to_free, released = weights.to_release(tags), weights.released
         self._check_can_release()
-        if "weights" in going:
+        if "weights" in tags_to_free:
             self._forget_update(weights)  # first: engines put layers in order, in memory that they still have
-        weights.release(going)
-        if going:
-            self._release_memory(going, released)
+        weights.release(tags_to_free)
+        if tags_to_free:
+            self._release_memory(tags_to_free, released)
 
     def resume(self, tags: Sequence[MemoryTag]) -> None:
         """Take memory again; what is not released stays as it is. Weights hold garbage then, until a whole update.
@@ -203,6 +203,6 @@ class BaseReleasingRollout(BaseRollout):
             Refused: an unknown tag.
         """
         weights = self._ready()
-        if coming := weights.to_resume(tags):
-            self._resume_memory(coming)
-            weights.resume(coming)
+        if tags_to_take := weights.to_resume(tags):
+            self._resume_memory(tags_to_take)
+            weights.resume(tags_to_take)

@@ -112,17 +112,17 @@ def discard(partial: Path, group: Any) -> None:
     on_first_rank(group, lambda: shutil.rmtree(partial, ignore_errors=True))
 
 
-def check(path: str, wanted: Contents, group: Any) -> Contents:
+def check(path: str, expected: Contents, group: Any) -> Contents:
     """Collective: what is at `path`, once it is known to be whole and of this engine and model. Reads no tensor yet.
 
     Args:
-        wanted: what the engine would save now.
+        expected: what the engine would save now.
 
     Raises:
         Refused: on all ranks, where there is no checkpoint, it is damaged, it is of another engine or model, or it has
             no optimizer state and the engine wants it.
     """
-    return on_first_rank(group, lambda: _checked(Path(path).absolute(), wanted))
+    return on_first_rank(group, lambda: _checked(Path(path).absolute(), expected))
 
 
 def cannot_write(partial: Path, cause: BaseException, rank: int) -> Refused:
@@ -198,7 +198,7 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _checked(directory: Path, wanted: Contents) -> Contents:
+def _checked(directory: Path, expected: Contents) -> Contents:
     manifest, older = directory / MANIFEST, _older(directory)
     if not manifest.is_file():
         raise Refused(
@@ -209,24 +209,24 @@ def _checked(directory: Path, wanted: Contents) -> Contents:
         )
     try:
         data = json.loads(manifest.read_text())
-        if data.get("format") != FORMAT or data.get("engine") != wanted.engine:
+        if data.get("format") != FORMAT or data.get("engine") != expected.engine:
             raise Refused(
                 "the checkpoint was written by another engine, or in another format",
                 have=f"engine {data.get('engine')!r}, format {data.get('format')}",
-                want=f"engine {wanted.engine!r}, format {FORMAT}",
+                want=f"engine {expected.engine!r}, format {FORMAT}",
                 where=str(manifest),
             )
         have = Contents(**data)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise Refused("cannot read the checkpoint's manymesh.json", have=error, where=str(manifest)) from error
-    _check_model(have, wanted, directory)
+    _check_model(have, expected, directory)
     for name, size in have.files.items():
         file = directory / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
+        num_bytes = file.stat().st_size if file.is_file() else None
+        if num_bytes != size:
             raise Refused(
                 "the checkpoint is damaged",
-                have=f"{name}: " + ("missing" if found is None else f"{found} bytes"),
+                have=f"{name}: " + ("missing" if num_bytes is None else f"{num_bytes} bytes"),
                 want=f"{size} bytes",
                 where=str(file),
                 mend="load an older checkpoint",
@@ -234,19 +234,19 @@ def _checked(directory: Path, wanted: Contents) -> Contents:
     return have
 
 
-def _check_model(have: Contents, wanted: Contents, directory: Path) -> None:
-    names = list(dict.fromkeys([*wanted.parameters, *have.parameters]))
-    differing = [name for name in names if wanted.parameters.get(name) != have.parameters.get(name)]
-    if differing or have.model_type != wanted.model_type:
+def _check_model(have: Contents, expected: Contents, directory: Path) -> None:
+    names = list(dict.fromkeys([*expected.parameters, *have.parameters]))
+    differing = [name for name in names if expected.parameters.get(name) != have.parameters.get(name)]
+    if differing or have.model_type != expected.model_type:
         first = differing[:4]
         raise Refused(
             "the checkpoint is of another model",
             have={"model_type": have.model_type, **{name: have.parameters.get(name) for name in first}},
-            want={"model_type": wanted.model_type, **{name: wanted.parameters.get(name) for name in first}},
+            want={"model_type": expected.model_type, **{name: expected.parameters.get(name) for name in first}},
             where=f"{directory}, {len(differing)} of {len(names)} parameters differ",
             mend="load it into an engine of the model that it was saved from",
         )
-    if wanted.optimizer and not have.optimizer:
+    if expected.optimizer and not have.optimizer:
         raise Refused(
             "the checkpoint has no optimizer state, so training cannot go on from it",
             have="saved by an engine with trainable=False",

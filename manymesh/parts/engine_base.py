@@ -33,14 +33,14 @@ class Steps(Protocol):
     def advance(self) -> float: ...
 
 
-class Loaded(Protocol):
+class EngineState(Protocol):
     """What `initialize` builds. `optimizer` is None where the engine is not trainable."""
 
     @property
     def optimizer(self) -> Steps | None: ...
 
 
-L = TypeVar("L", bound=Loaded)
+S = TypeVar("S", bound=EngineState)
 
 
 def require_world() -> None:
@@ -49,7 +49,7 @@ def require_world() -> None:
         raise Refused("the engine needs torch.distributed to be initialised", mend="call core.device.join_world first")
 
 
-class EngineBase(ABC, Generic[L]):
+class EngineBase(ABC, Generic[S]):
     """An engine without its model.
 
     Args:
@@ -58,7 +58,7 @@ class EngineBase(ABC, Generic[L]):
 
     def __init__(self, mesh: RankMesh, limits: Limits) -> None:
         self._mesh, self._limits = mesh, limits
-        self._loaded: L | None = None
+        self._state: S | None = None
 
     @property
     def mesh(self) -> RankMesh:
@@ -99,16 +99,16 @@ class EngineBase(ABC, Generic[L]):
 
     def shutdown(self) -> None:
         """Drop model and optimizer. The process group is the worker's."""
-        self._loaded = None
+        self._state = None
 
     @abstractmethod
     def _set_training(self, training: bool) -> bool:
         """Put the model into training or evaluation mode; gives the mode that it was in."""
 
-    def _ready(self) -> L:
-        if self._loaded is None:
+    def _ready(self) -> S:
+        if self._state is None:
             raise Refused("the engine holds no model", mend="call initialize() first")
-        return self._loaded
+        return self._state
 
     def _training(self) -> Steps:
         optimizer = self._ready().optimizer
@@ -134,20 +134,20 @@ class EngineBase(ABC, Generic[L]):
         """
         where = f"{type(self).__name__}.forward_backward"
         self._ready()
-        needed = check_request(
+        needs = check_request(
             self._limits, loss_fn, outputs, temperature=temperature, forward_only=forward_only, where=where
         )
         if not forward_only:
             self._training()
         for batch in micro_batches:
-            check_padded(batch, needed, where=where)
-        return needed
+            check_padded(batch, needs, where=where)
+        return needs
 
 
 Part = Literal["model", "optimizer"]
 
 
-class OffloadEngineBase(EngineBase[L]):
+class OffloadEngineBase(EngineBase[S]):
     """An engine whose parameters and optimizer state can wait on the CPU. Meets core.engine.OffloadEngine.
 
     Args:
@@ -159,9 +159,9 @@ class OffloadEngineBase(EngineBase[L]):
         self._offloads: dict[Part, bool] = {"model": parameters, "optimizer": optimizer}
         self._away: set[Part] = set()
 
-    def _hold(self, loaded: L) -> None:
+    def _hold(self, state: S) -> None:
         """Begin with what `initialize` has built on the device, and send away what the options say."""
-        self._loaded = loaded
+        self._state = state
         self._away.clear()
         self.to("cpu", model=self._offloads["model"], optimizer=self._offloads["optimizer"], grad=True)
 
@@ -185,15 +185,15 @@ class OffloadEngineBase(EngineBase[L]):
 
     def to(self, device: Literal["cpu", "device"], *, model: bool, optimizer: bool, grad: bool) -> None:
         """Move parameters and buffers, and optimizer state. Gradients go with the parameters, whatever `grad` says."""
-        loaded = self._ready()
-        moved: list[Part] = ["model"] if model else []
-        if optimizer and loaded.optimizer is not None:
-            moved.append("optimizer")
-        moved = [part for part in moved if (part in self._away) == (device == "device")]
-        for part in moved:
+        state = self._ready()
+        parts: list[Part] = ["model"] if model else []
+        if optimizer and state.optimizer is not None:
+            parts.append("optimizer")
+        parts = [part for part in parts if (part in self._away) == (device == "device")]
+        for part in parts:
             self._move(part, device)
-        self._away = self._away - set(moved) if device == "device" else self._away | set(moved)
-        if moved and device == "cpu":
+        self._away = self._away - set(parts) if device == "device" else self._away | set(parts)
+        if parts and device == "cpu":
             self._free_cache()
 
     @abstractmethod
@@ -214,11 +214,9 @@ class OffloadEngineBase(EngineBase[L]):
         forward_only: bool,
     ) -> frozenset[str]:
         """As EngineBase; also Refused for parameters that are on CPU."""
-        needed = super()._check_pass(
-            micro_batches, loss_fn, outputs, temperature=temperature, forward_only=forward_only
-        )
+        needs = super()._check_pass(micro_batches, loss_fn, outputs, temperature=temperature, forward_only=forward_only)
         self._check_on_device("model")
-        return needed
+        return needs
 
     def _check_on_device(self, *parts: Part) -> None:
         if away := [part for part in parts if part in self._away]:

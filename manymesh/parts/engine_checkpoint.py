@@ -18,7 +18,7 @@ def persistent(model: Any) -> dict[str, torch.Tensor]:
     return {name: each for name, each in model.state_dict(keep_vars=True).items() if name not in tied}
 
 
-class TorchCheckpoints:
+class TorchCheckpointer:
     """Reads and writes checkpoints of one model and its optimizer. All ranks of the world take part.
 
     Args:

@@ -50,7 +50,7 @@ class WeightTable:
             shapes, parts = saved_form(model)
         owners = {id(tensor): name for name, tensor in shapes.items()}
         self._slots: dict[str, _Slot] = {}
-        covered: Counter[str] = Counter()
+        coverage: Counter[str] = Counter()
         self._computed: list[str] = []  # not views, so nothing can be written through them
         for name, part in parts.items():
             owner = owners.get(id(part if part._base is None else part._base))
@@ -58,8 +58,8 @@ class WeightTable:
                 self._computed.append(name)
             else:
                 self._slots[name] = _Slot(owner, part)
-                covered[owner] += part.numel()
-        self._computed += [name for name in shapes if covered[name] != shapes[name].numel()]
+                coverage[owner] += part.numel()
+        self._computed += [name for name in shapes if coverage[name] != shapes[name].numel()]
 
     def announced(self, specs: Sequence[WeightSpec]) -> Announced:
         """What is to come of these specs, which must be what save_pretrained would write; nothing is changed.
@@ -117,13 +117,13 @@ class WeightTable:
 
 def drop(model: torch.nn.Module) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
     """Free the memory of all parameters, tied ones once. Returns what `restore` needs; buffers stay."""
-    kept = [(parameter, torch.empty_like(parameter, device="meta")) for parameter in model.parameters()]
-    for parameter, _ in kept:
+    shells = [(parameter, torch.empty_like(parameter, device="meta")) for parameter in model.parameters()]
+    for parameter, _ in shells:
         parameter.data = parameter.data.new_empty(0)
-    return kept
+    return shells
 
 
-def restore(kept: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
+def restore(shells: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
     """Give dropped parameters memory of the old shape. What it holds is garbage until every weight was loaded."""
-    for parameter, shape in kept:
+    for parameter, shape in shells:
         parameter.data = torch.empty_like(shape, device=parameter.device)

@@ -30,7 +30,7 @@ def left_padded(prompt_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-def cut(
+def trim_rows(
     mask: torch.Tensor, sequences: torch.Tensor, log_probs: torch.Tensor, ends: torch.Tensor, where: str = ""
 ) -> TensorDict:
     """Drop the padding and what was generated after a row's end.
@@ -50,18 +50,18 @@ def cut(
     """
     rows, width = mask.shape
     steps = sequences.shape[1] - width
-    stopped = ends > 0
-    ends = torch.where(stopped, ends, steps)
+    is_stopped = ends > 0
+    ends = torch.where(is_stopped, ends, steps)
     at = torch.arange(width + steps, device=sequences.device)
     lengths = mask.sum(1)
     keep = (at >= width - lengths[:, None]) & (at < width + ends[:, None])
     padded = torch.cat([log_probs.new_zeros(rows, width), log_probs[:, :steps]], dim=1)
-    reasons = ["stop" if stop else "length" for stop in stopped.tolist()]
-    chosen = padded[keep]
-    if not bool(chosen.isfinite().all()):
+    reasons = ["stop" if stop else "length" for stop in is_stopped.tolist()]
+    values = padded[keep]
+    if not bool(values.isfinite().all()):
         raise ManymeshError(
             "the model gave logits that are not finite",
             where=where,
             mend="look at the last weight update: parameters may be NaN or infinite",
         )
-    return response_rows(sequences[keep], (at >= width).expand_as(keep)[keep], chosen, lengths + ends, reasons)
+    return response_rows(sequences[keep], (at >= width).expand_as(keep)[keep], values, lengths + ends, reasons)

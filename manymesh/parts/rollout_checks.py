@@ -95,9 +95,9 @@ def eos_ids(model: str) -> tuple[int, ...]:
     for file in ("generation_config.json", "config.json"):
         path = Path(model).expanduser() / file
         config = json.loads(path.read_text()) if path.is_file() else {}
-        found = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
+        ids = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (ids,)
     return ()
 
 

@@ -113,8 +113,8 @@ class RowSampler(LogitsProcessor):
         ):
             self._chosen.append(log_probs.gather(1, token))
         else:
-            asked = scores if self._kind is LogProbKind.RAW else scores / self._temperature
-            self._chosen.append(_log_prob(asked, token))
+            logits_of_kind = scores if self._kind is LogProbKind.RAW else scores / self._temperature
+            self._chosen.append(_log_prob(logits_of_kind, token))
         # generate hands over a copy of the model's logits, so it is ours to write to.
         return scores.fill_(-torch.inf).scatter_(1, token, 0.0)
 

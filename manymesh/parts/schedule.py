@@ -15,9 +15,9 @@ def lr_factor(config: OptimizerConfig, step: int) -> float:
         return (step + 1) / config.warmup_steps
     if config.schedule == "constant" or not config.total_steps:
         return 1.0
-    done = min(1.0, (step - config.warmup_steps) / max(1, config.total_steps - config.warmup_steps))
-    left = 1 - done if config.schedule == "linear" else (1 + cos(pi * done)) / 2
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * left
+    progress = min(1.0, (step - config.warmup_steps) / max(1, config.total_steps - config.warmup_steps))
+    factor = 1 - progress if config.schedule == "linear" else (1 + cos(pi * progress)) / 2
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * factor
 
 
 class Scheduled:
@@ -49,6 +49,6 @@ class Scheduled:
 
     def advance(self) -> float:
         """Move the schedule on by a step; gives the rate that the step just taken used."""
-        used = self.lr
+        rate = self.lr
         self.schedule_step += 1
-        return used
+        return rate

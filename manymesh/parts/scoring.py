@@ -58,13 +58,13 @@ def read_sequences(
 
 def parts(rows: Sequence[Sequence[int]], top_k: int, values: int = PART_VALUES) -> Iterator[Sequence[Sequence[int]]]:
     """Runs of rows that ask for at most so many values, or of one row."""
-    start, asked = 0, 0
+    start, num_values = 0, 0
     for end, row in enumerate(rows):
         size = len(row) * (1 + top_k)
-        if end > start and asked + size > values:
+        if end > start and num_values + size > values:
             yield rows[start:end]
-            start, asked = end, 0
-        asked += size
+            start, num_values = end, 0
+        num_values += size
     if start < len(rows):
         yield rows[start:]
 

@@ -7,6 +7,6 @@ from collections.abc import Iterable
 
 def some(names: Iterable[str], limit: int = 20) -> str:
     """The first names of a long list, and how many more there are."""
-    listed = list(names)
-    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return f"[{', '.join(listed[:limit])}]{more}"
+    texts = list(names)
+    more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
+    return f"[{', '.join(texts[:limit])}]{more}"

@@ -35,10 +35,10 @@ def checked(
         Refused: an unknown name, one that came before, or a wrong shape, in the place of the tensor; names that never
             came, at the end. What came before is loaded then: a stream cannot be checked in advance.
     """
-    seen: set[str] = set()
+    names: set[str] = set()
     for name, tensor in stream:
-        if name not in shapes or name in seen:
-            raise _refused(shapes, seen, name)
+        if name not in shapes or name in names:
+            raise _refused(shapes, names, name)
         if tuple(tensor.shape) != tuple(shapes[name]):
             raise Refused(
                 f"the weight {name!r} has another shape than the model's",
@@ -46,20 +46,20 @@ def checked(
                 want=tuple(shapes[name]),
                 mend="send the weights of the model that the engine was built from",
             )
-        seen.add(name)
+        names.add(name)
         yield name, tensor
-    if len(seen) < len(shapes):
-        raise _refused(shapes, seen)
+    if len(names) < len(shapes):
+        raise _refused(shapes, names)
 
 
-def _refused(known: Mapping[str, object], seen: set[str], unexpected: str | None = None) -> Refused:
-    missing = [name for name in known if name not in seen]
-    what = "a weight came twice" if unexpected in seen else "a weight has a name that the model doesn't know"
+def _refused(shapes: Mapping[str, object], names: set[str], unexpected: str | None = None) -> Refused:
+    missing = [name for name in shapes if name not in names]
+    what = "a weight came twice" if unexpected in names else "a weight has a name that the model doesn't know"
     return Refused(
         what if unexpected else "weights are missing, and the model is loaded in part",
-        have=f"{len(seen)} matched, {len(missing)} missing: {missing[:8]}, "
+        have=f"{len(names)} matched, {len(missing)} missing: {missing[:8]}, "
         f"unexpected: {[unexpected] if unexpected else []}",
-        want=f"each of the {len(known)} names of weight_specs once",
+        want=f"each of the {len(shapes)} names of weight_specs once",
         mend="send every tensor of weight_specs by its name",
     )
 

@@ -16,12 +16,12 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def world_mesh(planned: Plan) -> RankMesh:
+def world_mesh(plan: Plan) -> RankMesh:
     """This rank's place in the layout of a plan, which has one axis.
 
     Its `group` is the default process group, and raises Refused for another axis, or where there is no such group.
     """
-    layout = planned.layout
+    layout = plan.layout
 
     def group(*axes: str) -> Any:
         if axes != layout.axes:
@@ -29,4 +29,4 @@ def world_mesh(planned: Plan) -> RankMesh:
         return dist.group.WORLD
 
     open_ = dist.is_initialized()
-    return RankMesh(layout, dist.get_rank() if open_ else 0, planned.route, group if open_ else None)
+    return RankMesh(layout, dist.get_rank() if open_ else 0, plan.route, group if open_ else None)

@@ -1,4 +1,4 @@
-"""RolloutClient: the driver's side of rollouts that serve: requests spread over replicas, streams, pauses."""
+"""RolloutClient: the driver's side of rollouts that are servers: requests spread over replicas, streams, pauses."""
 
 from __future__ import annotations
 
@@ -217,27 +217,27 @@ class RolloutClient:
 
     def _begin(self, requests: Sequence[Request]) -> list[Stream]:
         streams: dict[str, Stream] = {}
-        begun: list[tuple[Replica, list[Request]]] = []
+        shares_begun: list[tuple[Replica, list[Request]]] = []
         with self._lock:
-            left = list(requests)
-            while left:
+            rest = list(requests)
+            while rest:
                 shares: dict[Replica, list[Request]] = {}
-                for request in left:
+                for request in rest:
                     replica = self._least_loaded()
                     streams[request.id] = Stream(self, replica, request)
                     replica.add(streams[request.id])
                     shares.setdefault(replica, []).append(request)
-                left = []
+                rest = []
                 for replica, share in shares.items():
                     try:
                         if self._called(replica, "submit_requests", replica.rank, self._name, share):
-                            begun.append((replica, share))
+                            shares_begun.append((replica, share))
                         else:
-                            left += share  # it has died with none of them begun
+                            rest += share  # it has died with none of them begun
                     except Refused:
                         for stream in streams.values():
                             stream.replica.remove(stream.request.id)
-                        for other, share_begun in begun:
+                        for other, share_begun in shares_begun:
                             self._called(other, "abort_requests", other.rank, [each.id for each in share_begun])
                         raise
         return [streams[request.id] for request in requests]
@@ -269,8 +269,8 @@ class RolloutClient:
         answer = self._called(replica, "poll_requests", replica.rank, self._name, POLL_S)
         for each in answer[0] if answer else ():
             if isinstance(each, RequestError):
-                said = f"request {each.request_id!r} failed: {each.error}"
-                replica.fail(each.request_id, RequestFailed(said, where=replica.name))
+                message = f"request {each.request_id!r} failed: {each.error}"
+                replica.fail(each.request_id, RequestFailed(message, where=replica.name))
             else:
                 replica.arrived(each)
 

@@ -54,19 +54,19 @@ def _write(stream: Iterable[tuple[str, torch.Tensor]], source: Path, directory: 
     for file in {file for pattern in KEEP for file in source.glob(pattern) if "safetensors" not in file.name}:
         shutil.copy2(file, directory)
     shards: list[list[str]] = []
-    held: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     total = size = 0
 
     def flush() -> None:
-        shards.append(list(held))
-        save_file(held, directory / f"shard-{len(shards)}", metadata={"format": "pt"})
-        held.clear()
+        shards.append(list(tensors))
+        save_file(tensors, directory / f"shard-{len(shards)}", metadata={"format": "pt"})
+        tensors.clear()
 
     for name, tensor in stream:
-        if held and size + tensor.nbytes > shard_bytes:
+        if tensors and size + tensor.nbytes > shard_bytes:
             flush()
             size = 0
-        held[name] = tensor.detach().cpu().contiguous()
+        tensors[name] = tensor.detach().cpu().contiguous()
         size, total = size + tensor.nbytes, total + tensor.nbytes
     flush()
     if len(shards) == 1:

@@ -62,9 +62,9 @@ class TrainingWorker(Worker):
     def __init__(self, config: TrainingWorkerConfig | Mapping[str, Any]) -> None:
         self.config = structure(TrainingWorkerConfig, config, "training worker")
         self.init_process_group()
-        asked = self.config
+        options = self.config
         self.engine: Engine = EngineRegistry.new(
-            asked.model_type, asked.backend, asked.engine, asked.device, expect=asked.choice
+            options.model_type, options.backend, options.engine, options.device, expect=options.choice
         )
         self.add_mesh("train", self.engine.mesh)
         self._loss_fn: LossFn | None = None
@@ -161,8 +161,8 @@ class TrainingWorker(Worker):
         if epochs < 1:
             raise Refused("training goes over its rows at least once", have=f"{epochs} epochs")
         ends = list(accumulate(sizes))
-        cut = [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-        steps = self._plan([take(batch, [each]) for each in cut] if len(cut) > 1 else [batch])
+        ranges = [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        steps = self._plan([take(batch, [each]) for each in ranges] if len(ranges) > 1 else [batch])
         parts: list[dict[str, Metric]] = []
         with self.engine.train_mode():
             for _ in range(epochs):
@@ -253,16 +253,16 @@ class TrainingWorker(Worker):
             [*(_denominators(each) if self.engine.mesh.is_collect else (0.0, 0.0)), round_up(len(part), multiple)]
             for each, part in zip(rows, plans, strict=True)
         ]
-        agreed = torch.tensor(mine, dtype=torch.float64)[None]
+        totals_of_ranks = torch.tensor(mine, dtype=torch.float64)[None]
         if self.world_size > 1:
-            everyone = [torch.empty_like(agreed) for _ in range(self.world_size)]
-            dist.all_gather(everyone, agreed)
-            agreed = torch.cat(everyone)
-        totals, counts = agreed[..., :2].sum(0), agreed[..., 2].amax(0)
-        if not agreed[..., 2].all():  # some rank has no plan
+            everyone = [torch.empty_like(totals_of_ranks) for _ in range(self.world_size)]
+            dist.all_gather(everyone, totals_of_ranks)
+            totals_of_ranks = torch.cat(everyone)
+        totals, counts = totals_of_ranks[..., :2].sum(0), totals_of_ranks[..., 2].amax(0)
+        if not totals_of_ranks[..., 2].all():  # some rank has no plan
             agree(None, refusal)
         return [
-            _Step.cut(
+            _Step.of(
                 rows[i],
                 widen(plans[i], lengths[i], int(counts[i]), groups[i]),
                 next(iter((groups[i] or {0: [0]}).values())),
@@ -282,7 +282,7 @@ class _Step:
     scale: LossScale
 
     @classmethod
-    def cut(cls, rows: TensorDict, plan: list[list[int]], filler: list[int], scale: LossScale, multiple: int) -> _Step:
+    def of(cls, rows: TensorDict, plan: list[list[int]], filler: list[int], scale: LossScale, multiple: int) -> _Step:
         """`filler`: rows, a whole group where there are groups, that an empty micro-batch gets, with weight zero."""
 
         def micro_batch(part: list[int]) -> TensorDict:
@@ -299,24 +299,24 @@ class _Step:
             return None
         lengths = row_lengths(batch)
         starts = lengths.cumsum(0) - lengths
-        kept = results[0].outputs
-        widths = {name: kept[name].shape[2:] if kept is not None else () for name in outputs}
-        found = {name: torch.zeros(int(lengths.sum()), *width) for name, width in widths.items()}
+        first = results[0].outputs
+        widths = {name: first[name].shape[2:] if first is not None else () for name in outputs}
+        tokens = {name: torch.zeros(int(lengths.sum()), *width) for name, width in widths.items()}
         for part, micro_batch, result in zip(self.plan, self.micro_batches, results, strict=True):
             if part and result.outputs is not None:
                 mask = micro_batch["attention_mask"].bool()
                 at = (starts[torch.tensor(part)][:, None] + torch.arange(mask.shape[1]))[mask]
                 for name in outputs:
-                    found[name][at] = result.outputs[name].cpu()[mask].to(found[name].dtype)
+                    tokens[name][at] = result.outputs[name].cpu()[mask].to(tokens[name].dtype)
         mask = batch.get("attention_mask", None)
         if mask is not None:
             mask = mask.bool()
-            padded = {name: unpacked(values, mask) for name, values in found.items()}
+            padded = {name: unpacked(values, mask) for name, values in tokens.items()}
             return TensorDict(padded, batch_size=batch.batch_size)
         # The very offsets of the batch's tokens, so that the two can be computed with together.
         offsets = flat(batch.get("input_ids"))[1]
         out = TensorDict({}, batch_size=batch.batch_size)
-        for name, values in found.items():
+        for name, values in tokens.items():
             out.set(name, nested(values, offsets))
         return out
 
@@ -350,15 +350,15 @@ def _mini_batches(rows: int, num_mini_batches: int, shard: Shard | None) -> tupl
 
 def _check_groups_whole(mini_batches: list[dict[int, list[int]] | None]) -> None:
     """Raises Refused where rows of one group are in several mini-batches."""
-    seen: set[int] = set()
+    earlier: set[int] = set()
     for groups in mini_batches:
-        if parted := seen.intersection(groups or ()):
+        if common := earlier.intersection(groups or ()):
             raise Refused(
                 "rows that belong together are in different mini-batches",
-                have=f"group_id {sorted(parted)[:5]}",
+                have=f"group_id {sorted(common)[:5]}",
                 mend="call the method through a worker group, which keeps groups whole, or order the rows by group",
             )
-        seen.update(groups or ())
+        earlier.update(groups or ())
 
 
 class _WithLoss:
@@ -387,13 +387,13 @@ def _denominators(rows: TensorDict) -> tuple[float, float]:
 
 def _join_steps(steps: list[dict[str, Metric]]) -> dict[str, Metric]:
     """Over optimizer steps sums become means: a loss is a sum over micro-batches and ranks, and a mean over steps."""
-    joined: dict[str, Metric] = {}
+    result: dict[str, Metric] = {}
     for name in dict.fromkeys(name for step in steps for name in step):
-        found = [step[name] for step in steps if name in step]
-        if found[0].how in ("sum", "same") and name not in ("num_tokens", "skipped_steps"):
-            joined[name] = Metric(sum(metric.total for metric in found) / len(found), how=found[0].how)
-        elif found[0].how == "same":
-            joined[name] = Metric(sum(metric.total for metric in found), how="same")
+        values = [step[name] for step in steps if name in step]
+        if values[0].how in ("sum", "same") and name not in ("num_tokens", "skipped_steps"):
+            result[name] = Metric(sum(metric.total for metric in values) / len(values), how=values[0].how)
+        elif values[0].how == "same":
+            result[name] = Metric(sum(metric.total for metric in values), how="same")
         else:
-            joined[name] = Metric.join(found, name)
-    return joined
+            result[name] = Metric.join(values, name)
+    return result

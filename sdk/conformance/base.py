@@ -172,8 +172,8 @@ class Conformance:
 
     def once(self, key: object, make: Callable[[], T]) -> T:
         """`make()`, the first time that a suite with this subject asks for the key; then what it gave."""
-        made: T = self.session.once((repr(self.subject()), repr(key)), make)
-        return made
+        value: T = self.session.once((repr(self.subject()), repr(key)), make)
+        return value
 
 
 class Session:

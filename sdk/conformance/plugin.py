@@ -57,20 +57,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)  # what -k and -m leave out is not ours to count
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    kept: list[pytest.Item] = []
-    closed: list[pytest.Item] = []
+    open_items: list[pytest.Item] = []
+    closed_items: list[pytest.Item] = []
     for item in items:
         suite = suite_of(item)
         if suite is None:
-            kept.append(item)
+            open_items.append(item)
             continue
         must_resolve(suite)
         reasons = config.stash[REPORT].collected(suite, item)
-        (closed if reasons else kept).append(item)
+        (closed_items if reasons else open_items).append(item)
         expect_failure(suite, item, closed=reasons)
-    if closed:
-        items[:] = kept
-        config.hook.pytest_deselected(items=closed)
+    if closed_items:
+        items[:] = open_items
+        config.hook.pytest_deselected(items=closed_items)
 
 
 def must_resolve(suite: type[Conformance]) -> None:

@@ -107,8 +107,6 @@ def _difference(before: Any, after: Any) -> str:
         names = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
         return "; ".join(f"{name}: was {before.get(name)!r}, is {after.get(name)!r}" for name in names)
     if isinstance(before, tuple) and len(before) != len(after):
-        gone, come = (
-            [each for each in some if each not in other] for some, other in ((before, after), (after, before))
-        )
-        return f"gone {gone}, come {come}"
+        lost, new = ([each for each in some if each not in other] for some, other in ((before, after), (after, before)))
+        return f"gone {lost}, come {new}"
     return f"was {before!r}, is {after!r}"

@@ -12,7 +12,7 @@ import attrs
 if TYPE_CHECKING:
     from sdk.conformance.base import Conformance
 
-Outcome = Literal["passed", "failed", "expected failure", "closed", "skipped", "not run"]
+TestOutcome = Literal["passed", "failed", "expected failure", "closed", "skipped", "not run"]
 
 
 @attrs.define
@@ -21,7 +21,7 @@ class Result:
 
     name: str
     capabilities: tuple[str, ...] = ()
-    outcome: Outcome = "not run"
+    outcome: TestOutcome = "not run"
     reason: str = ""
     seconds: float = 0.0
 
@@ -41,7 +41,7 @@ class SuiteResult:
     could_offer: tuple[str, ...]  # what tests of this suite are about
     tests: dict[str, Result] = attrs.field(factory=dict)
 
-    def count(self, *outcomes: Outcome) -> int:
+    def count(self, *outcomes: TestOutcome) -> int:
         return sum(test.outcome in outcomes for test in self.tests.values())
 
     @property

@@ -8,13 +8,13 @@ from sdk.conformance.suites.rollout_ranks import RankSuite
 from sdk.conformance.suites.rollout_rows import RowSuite
 from sdk.conformance.suites.rollout_sampling import SamplingSuite
 from sdk.conformance.suites.rollout_scoring import ScoreSuite
-from sdk.conformance.suites.rollout_serving import ServingSuite
+from sdk.conformance.suites.rollout_server import ServerSuite
 from sdk.conformance.suites.rollout_states import StateSuite
 from sdk.conformance.suites.rollout_weights import UpdateSuite
 
 
 class RolloutConformance(
-    LifeSuite, ServingSuite, StateSuite, UpdateSuite, ScoreSuite, SamplingSuite, RowSuite, RankSuite, ManifestSuite
+    LifeSuite, ServerSuite, StateSuite, UpdateSuite, ScoreSuite, SamplingSuite, RowSuite, RankSuite, ManifestSuite
 ):
     """Any rollout against transformers in one process, on random tiny models of 64 tokens and a context of 512.
 

@@ -28,52 +28,52 @@ class Finding:
     Attributes:
         check: what was looked at, e.g. "shared memory".
         level: "warning": some things don't work, or slowly. "problem": runs fail.
-        said: what was found.
+        detail: what was found.
         mend: what to do; "" when ok.
     """
 
     check: str
     level: Level
-    said: str
+    detail: str
     mend: str = ""
 
 
-def python_versions(have: str, wanted: Mapping[str, str]) -> list[Finding]:
+def python_versions(have: str, requirements: Mapping[str, str]) -> list[Finding]:
     """Python's version against what distributions require of it.
 
     Args:
-        wanted: specifiers (Requires-Python) by distribution.
+        requirements: specifiers (Requires-Python) by distribution.
     """
-    wrong = {name: each for name, each in wanted.items() if each and not SpecifierSet(each).contains(have)}
+    wrong = {name: each for name, each in requirements.items() if each and not SpecifierSet(each).contains(have)}
     if not wrong:
         return [Finding("python", "ok", have)]
     mend = "make an environment with a Python that all accept"
     return [Finding("python", "problem", f"{have}, but {name} wants {each}", mend) for name, each in wrong.items()]
 
 
-def plugins(entries: Sequence[Entry], asked: Sequence[str] = ()) -> list[Finding]:
+def plugins(entries: Sequence[Entry], names: Sequence[str] = ()) -> list[Finding]:
     """What became of each plugin.
 
     Args:
-        asked: names of those that will be used: with them anything but ok is a problem.
+        names: of those that will be used: with them anything but ok is a problem.
     """
-    found = []
+    findings = []
     for entry in entries:
         of = f"{entry.distribution} {entry.version}".rstrip()
-        said = of if entry.status is Status.OK else f"{of} is {entry.status}: {entry.reason}"
+        detail = of if entry.status is Status.OK else f"{of} is {entry.status}: {entry.reason}"
         level: Level = "problem"
-        if entry.status is Status.OK or (entry.status is Status.DISABLED and not asked):
+        if entry.status is Status.OK or (entry.status is Status.DISABLED and not names):
             level = "ok"
-        elif entry.status is Status.MISSING_DEPENDENCY and not asked:
+        elif entry.status is Status.MISSING_DEPENDENCY and not names:
             level = "warning"
         mend = "" if level == "ok" else entry.mend
-        found.append(Finding(f"{entry.kind or 'plugin'} {entry.name}", level, said, mend))
+        findings.append(Finding(f"{entry.kind or 'plugin'} {entry.name}", level, detail, mend))
     kinds = {entry.kind for entry in entries if entry.status is Status.OK}
     for kind in ("engine", "rollout"):
-        if not asked and kind not in kinds:
+        if not names and kind not in kinds:
             mend = "`python -m core.list_engines` says how to install one"
-            found.append(Finding(kind, "warning", f"no {kind} can be used", mend))
-    return found
+            findings.append(Finding(kind, "warning", f"no {kind} can be used", mend))
+    return findings
 
 
 def agreement(entries: Sequence[Entry], versions: Mapping[str, str]) -> list[Finding]:
@@ -82,16 +82,16 @@ def agreement(entries: Sequence[Entry], versions: Mapping[str, str]) -> list[Fin
     Args:
         versions: of what is installed, by normalised name.
     """
-    found = []
+    findings = []
     for one, other in pins.conflicts(entries):
-        said = f"{one.owner} and {other.owner} cannot share an environment: {one}, {other}"
-        found.append(Finding("pins", "problem", said, pins.ways_out(one, other)))
-    told = {(pin.owner, pin.on) for pair in pins.conflicts(entries) for pin in pair}
+        detail = f"{one.owner} and {other.owner} cannot share an environment: {one}, {other}"
+        findings.append(Finding("pins", "problem", detail, pins.ways_out(one, other)))
+    reported = {(pin.owner, pin.on) for pair in pins.conflicts(entries) for pin in pair}
     for pin, have in dict.fromkeys(pins.unmet(entries, versions)):
-        if (pin.owner, pin.on) not in told:
+        if (pin.owner, pin.on) not in reported:
             mend = f"pip install '{pin.requirement.name}{pin.requirement.specifier}', or another {pin.owner}"
-            found.append(Finding("pins", "problem", f"{pin}, installed is {have}", mend))
-    return found or [Finding("pins", "ok", "the plugins' requirements agree")]
+            findings.append(Finding("pins", "problem", f"{pin}, installed is {have}", mend))
+    return findings or [Finding("pins", "ok", "the plugins' requirements agree")]
 
 
 @attrs.frozen
@@ -114,27 +114,27 @@ def torch_and_devices(torch: Torch, gpus_on_machine: int) -> list[Finding]:
     if torch.error:
         mend = "reinstall torch for this machine; see https://pytorch.org/get-started/locally"
         return [Finding("torch", "problem", torch.error, mend)]
-    found = [
+    findings = [
         Finding("torch", "ok", f"{torch.version}, {'CUDA ' + torch.cuda_build if torch.cuda_build else 'for CPU'}")
     ]
     if gpus_on_machine and not torch.cuda_build:
-        said = f"the machine has {gpus_on_machine} NVIDIA GPUs, and torch {torch.version} is a build for CPU"
-        found.append(Finding("GPUs", "problem", said, "install torch's CUDA build"))
+        detail = f"the machine has {gpus_on_machine} NVIDIA GPUs, and torch {torch.version} is a build for CPU"
+        findings.append(Finding("GPUs", "problem", detail, "install torch's CUDA build"))
     elif torch.cuda_build and not torch.devices:
         mend = "look at `nvidia-smi` and CUDA_VISIBLE_DEVICES; in a container start it with --gpus all"
         level: Level = "problem" if gpus_on_machine else "warning"
-        found.append(Finding("GPUs", level, "torch is built for CUDA and sees no device: it will run on CPU", mend))
+        findings.append(Finding("GPUs", level, "torch is built for CUDA and sees no device: it will run on CPU", mend))
     elif torch.devices and not torch.nccl:
         mend = "install torch's build for Linux and CUDA"
-        found.append(Finding("GPUs", "problem", "torch has no NCCL: ranks cannot share gradients on GPUs", mend))
+        findings.append(Finding("GPUs", "problem", "torch has no NCCL: ranks cannot share gradients on GPUs", mend))
     for number, (name, free, total) in enumerate(torch.devices):
-        said = f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        detail = f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
         busy = free < total / 2
         mend = "see with `nvidia-smi` who holds the memory" if busy else ""
-        found.append(Finding(f"GPU {number}", "warning" if busy else "ok", said, mend))
-    if len(found) == 1:
-        found.append(Finding("GPUs", "ok", "none"))
-    return found
+        findings.append(Finding(f"GPU {number}", "warning" if busy else "ok", detail, mend))
+    if len(findings) == 1:
+        findings.append(Finding("GPUs", "ok", "none"))
+    return findings
 
 
 def shared_memory(total: int | None, free: int | None, memory: int) -> list[Finding]:
@@ -146,22 +146,24 @@ def shared_memory(total: int | None, free: int | None, memory: int) -> list[Find
     """
     if total is None or free is None:
         return [Finding("shared memory", "ok", "no /dev/shm: Ray uses its temporary directory")]
-    said = f"/dev/shm has {free / GIB:.1f} of {total / GIB:.1f} GiB free, the machine {memory / GIB:.0f} GiB of memory"
+    detail = (
+        f"/dev/shm has {free / GIB:.1f} of {total / GIB:.1f} GiB free, the machine {memory / GIB:.0f} GiB of memory"
+    )
     if free < LEAST_SHARED:
         mend = "in a container: --shm-size=8g or --ipc=host; else delete what killed processes left in /dev/shm"
-        return [Finding("shared memory", "problem", said, mend)]
+        return [Finding("shared memory", "problem", detail, mend)]
     if free < 0.3 * memory:  # Ray's object store by default
         mend = "a larger one (--shm-size in a container), or fewer bytes for Ray: object_store_memory"
-        return [Finding("shared memory", "warning", f"{said}: Ray's objects go to disk, which is slow", mend)]
-    return [Finding("shared memory", "ok", said)]
+        return [Finding("shared memory", "warning", f"{detail}: Ray's objects go to disk, which is slow", mend)]
+    return [Finding("shared memory", "ok", detail)]
 
 
 def disk(path: str, total: int, free: int) -> list[Finding]:
     """The disk of Ray's temporary directory."""
-    said = f"{path}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    detail = f"{path}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
     if total and free < (1 - FULL_DISK) * total:
-        return [Finding("disk", "problem", f"{said}: Ray refuses objects there", "free space, or set RAY_TMPDIR")]
-    return [Finding("disk", "ok", said)]
+        return [Finding("disk", "problem", f"{detail}: Ray refuses objects there", "free space, or set RAY_TMPDIR")]
+    return [Finding("disk", "ok", detail)]
 
 
 def open_files(hard_limit: int) -> list[Finding]:
@@ -180,18 +182,18 @@ def host_name(name: str, address: str | None) -> list[Finding]:
     return [Finding("host name", "ok", f"{name} is {address}")]
 
 
-def ray(version: str | None, wanted: str, cluster: str | None, refusal: str = "") -> list[Finding]:
+def ray(version: str | None, requirement: str, cluster: str | None, refusal: str = "") -> list[Finding]:
     """Ray, and the cluster that RAY_ADDRESS names.
 
     Args:
         version: None where it is not installed.
-        wanted: what manymesh requires of it.
+        requirement: what manymesh requires of it.
         cluster: RAY_ADDRESS, if set.
         refusal: why nobody answers there.
     """
-    if version is None or not SpecifierSet(wanted).contains(version, prereleases=True):
-        said = f"{version or 'not installed'}, manymesh wants {wanted}"
-        return [Finding("ray", "problem", said, f"pip install 'ray{wanted}'")]
+    if version is None or not SpecifierSet(requirement).contains(version, prereleases=True):
+        detail = f"{version or 'not installed'}, manymesh wants {requirement}"
+        return [Finding("ray", "problem", detail, f"pip install 'ray{requirement}'")]
     if refusal:
         mend = "start it (ray start --head), or unset RAY_ADDRESS to use this machine alone"
         return [Finding("ray", "problem", refusal, mend)]

@@ -23,21 +23,21 @@ from sdk.doctor.checks import Finding, Torch
 SHARED_MEMORY = "/dev/shm"
 
 
-def look(asked: Sequence[str] = ()) -> Iterator[Finding]:
+def look(names: Sequence[str] = ()) -> Iterator[Finding]:
     """Everything that was found, in the order of the checks. A check that fails itself is a finding.
 
     Args:
-        asked: the plugins that will be used: names of backends (also "distribution:name") or distributions; all that
+        names: the plugins that will be used: names of backends (also "distribution:name") or distributions; all that
             are installed when empty.
 
     Raises:
         RegistryError: one that was asked for is not installed.
     """
-    entries = entries_of(EngineRegistry.default(), asked)
+    entries = entries_of(EngineRegistry.default(), names)
     every: list[tuple[str, Callable[[], list[Finding]]]] = [
         ("python", lambda: checks.python_versions(platform.python_version(), required_pythons(entries))),
         ("packages", _packages),
-        ("plugins", lambda: checks.plugins(entries, asked)),
+        ("plugins", lambda: checks.plugins(entries, names)),
         ("pins", lambda: checks.agreement(entries, installed())),
         ("torch", lambda: checks.torch_and_devices(see_torch(), len(glob.glob("/dev/nvidia[0-9]*")))),
         ("ray", _ray),
@@ -50,8 +50,8 @@ def look(asked: Sequence[str] = ()) -> Iterator[Finding]:
         try:
             yield from check()
         except Exception as error:
-            said = f"could not be looked at: {type(error).__name__}: {error}"
-            yield Finding(name, "problem", said, "look at it by hand")
+            detail = f"could not be looked at: {type(error).__name__}: {error}"
+            yield Finding(name, "problem", detail, "look at it by hand")
 
 
 def entries_of(registry: EngineRegistry, names: Sequence[str]) -> list[Entry]:
@@ -63,24 +63,24 @@ def entries_of(registry: EngineRegistry, names: Sequence[str]) -> list[Entry]:
 
 def installed() -> dict[str, str]:
     """Versions of all distributions, by normalised name."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for each in importlib.metadata.distributions():
         if name := each.metadata["Name"]:
-            found.setdefault(canonicalize_name(name), each.version)
-    return found
+            versions.setdefault(canonicalize_name(name), each.version)
+    return versions
 
 
 def required_pythons(entries: Sequence[Entry]) -> dict[str, str]:
     """Requires-Python of ours and of the plugins' distributions."""
     names = {PROJECT, *(entry.distribution for entry in entries if entry.version)}
-    found = {}
+    pythons = {}
     for name in sorted(names):
         try:
             metadata = importlib.metadata.metadata(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        found[name] = str(metadata.json.get("requires_python") or "")
-    return found
+        pythons[name] = str(metadata.json.get("requires_python") or "")
+    return pythons
 
 
 def see_torch() -> Torch:
@@ -107,13 +107,13 @@ def _ray() -> list[Finding]:
     from manymesh.recipes.grpo.launch import need_cluster
 
     needs = (Requirement(text) for text in importlib.metadata.requires(PROJECT) or ())
-    wanted = next(str(need.specifier) for need in needs if need.name == "ray")
+    requirement = next(str(need.specifier) for need in needs if need.name == "ray")
     cluster, refusal = os.environ.get("RAY_ADDRESS"), ""
     try:
         need_cluster(cluster or "")
     except ManymeshError as error:
         refusal = error.message
-    return checks.ray(installed().get("ray"), wanted, cluster, refusal)
+    return checks.ray(installed().get("ray"), requirement, cluster, refusal)
 
 
 def memory() -> int:

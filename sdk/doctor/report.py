@@ -15,10 +15,10 @@ MARKS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "problem": ("✗", 
 
 
 def as_json(findings: Iterable[Finding]) -> str:
-    """`{"schema": 1, "healthy": bool, "findings": [{"check", "level", "said", "mend"}]}`."""
-    found = list(findings)
+    """`{"schema": 1, "healthy": bool, "findings": [{"check", "level", "detail", "mend"}]}`."""
+    known = list(findings)
     return json.dumps(
-        {"schema": 1, "healthy": healthy(found), "findings": [attrs.asdict(each) for each in found]}, indent=2
+        {"schema": 1, "healthy": healthy(known), "findings": [attrs.asdict(each) for each in known]}, indent=2
     )
 
 
@@ -28,18 +28,20 @@ def healthy(findings: Sequence[Finding]) -> bool:
 
 def show(findings: Iterable[Finding], console: Console) -> list[Finding]:
     """Print each as it comes, since torch takes a while, and a summary. Gives them back."""
-    found = []
+    printed = []
     for each in findings:
         mark, style = MARKS[each.level]
         # Text, not markup: what plugins say may hold brackets.
-        colon = ": " if each.said else ""
-        console.print(Text.assemble((mark, style), f" {each.check}{colon}", (each.said, "dim" * (each.level == "ok"))))
+        colon = ": " if each.detail else ""
+        console.print(
+            Text.assemble((mark, style), f" {each.check}{colon}", (each.detail, "dim" * (each.level == "ok")))
+        )
         if each.mend:
             console.print(Text(f"    mend: {each.mend}"))
-        found.append(each)
-    problems, warnings = (sum(each.level == level for each in found) for level in ("problem", "warning"))
+        printed.append(each)
+    problems, warnings = (sum(each.level == level for each in printed) for level in ("problem", "warning"))
     if problems or warnings:
         console.print(f"\n{problems} problem{'s' * (problems != 1)}, {warnings} warning{'s' * (warnings != 1)}")
     else:
         console.print("\nall is well")
-    return found
+    return printed

@@ -34,10 +34,10 @@ def test_it_learns_just_so_in_tensor_and_pipeline_parallel_parts_on_four_workers
 
 
 def learns_to_copy_digits(directory: Path, *arguments: str) -> None:
-    done = subprocess.run(command(directory, *arguments), capture_output=True, text=True, timeout=390)
-    assert done.returncode == 0, done.stderr
-    rewards = re.search(r"^reward (\S+) -> (\S+) in", done.stdout, re.MULTILINE)
-    seconds = re.search(r"^all in all (\S+) s$", done.stdout, re.MULTILINE)
+    process = subprocess.run(command(directory, *arguments), capture_output=True, text=True, timeout=390)
+    assert process.returncode == 0, process.stderr
+    rewards = re.search(r"^reward (\S+) -> (\S+) in", process.stdout, re.MULTILINE)
+    seconds = re.search(r"^all in all (\S+) s$", process.stdout, re.MULTILINE)
     assert rewards
     assert seconds
     assert float(rewards[1]) < 0.2
@@ -56,11 +56,11 @@ def test_ctrl_c_ends_all_processes_and_says_how_to_go_on(tmp_path: Path) -> None
         time.sleep(0.2)
     children = descendants(process.pid)
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    again = re.search(r"goes on: \S+ -m (manymesh.recipes.grpo --config \S+ --resume)", said)
-    assert again, said
-    assert "Traceback" not in said
+    again = re.search(r"goes on: \S+ -m (manymesh.recipes.grpo --config \S+ --resume)", output)
+    assert again, output
+    assert "Traceback" not in output
     assert len(children) > 2
     assert not [pid for pid in children if alive(pid)]
 
@@ -93,10 +93,10 @@ def timeless(directory: Path) -> list[dict[str, Any]]:
 def descendants(pid: int) -> list[int]:
     table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
     parents = [tuple(map(int, line.split())) for line in table.splitlines()]
-    found = [pid]
-    for parent in found:
-        found += [child for child, its_parent in parents if its_parent == parent]
-    return found[1:]
+    pids = [pid]
+    for parent in pids:
+        pids += [child for child, its_parent in parents if its_parent == parent]
+    return pids[1:]
 
 
 def alive(pid: int) -> bool:

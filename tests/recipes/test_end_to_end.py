@@ -129,9 +129,9 @@ def test_a_finished_run_is_resumed_to_more_steps_and_says_what_the_config_change
     train(config_of(toy, tmp_path / "run", run={"steps": 2}))
     train(config_of(toy, tmp_path / "run"), resume=True)
     assert timeless(tmp_path / "run") == timeless(unbroken)
-    said = capsys.readouterr().out
-    assert "resumes at step 2" in said
-    assert "run.steps: 2 -> 5" in said
+    output = capsys.readouterr().out
+    assert "resumes at step 2" in output
+    assert "run.steps: 2 -> 5" in output
 
 
 def test_resume_without_a_checkpoint_starts_from_nothing(unbroken: Path, toy: Path, tmp_path: Path) -> None:
@@ -168,9 +168,9 @@ def test_a_failing_save_is_said_loudly_keeps_the_last_good_checkpoint_and_traini
     config = config_of(toy, directory, reward={"function": "reward_of_test:reward"})
     with pytest.raises(Refused):  # the save at the end fails too, and then the run has failed
         train(config)
-    said = capsys.readouterr().out
-    assert "WARNING: no checkpoint at step 4, training goes on" in said
-    assert "step-2" in said
+    output = capsys.readouterr().out
+    assert "WARNING: no checkpoint at step 4, training goes on" in output
+    assert "step-2" in output
     assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step-2"]
     assert timeless(directory) == timeless(unbroken)
 
@@ -228,10 +228,10 @@ def test_the_command_joins_a_cluster_and_trains_on_two_workers_as_one_rank_does(
     command = [sys.executable, "-m", "manymesh.recipes.grpo", "--config", str(unbroken / "config.yaml")]
     command += ["pool.processes=[2]", f"run.dir={directory}", "run.steps=2"]
     env = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr
-    assert "step 2/2" in done.stdout
-    assert "reward 0." in done.stdout
+    process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
+    assert process.returncode == 0, process.stderr
+    assert "step 2/2" in process.stdout
+    assert "reward 0." in process.stdout
     assert ray.cluster_resources()["CPU"] == 6  # somebody else's cluster: still there
     for ours, theirs in zip(timeless(directory), timeless(unbroken), strict=False):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)

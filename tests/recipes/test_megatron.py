@@ -137,11 +137,11 @@ def test_rollout_and_exported_model_have_the_weights_that_the_trainer_has(run: R
 @pytest.mark.ci
 def test_the_reference_is_what_the_policy_began_as(run: Run) -> None:
     sampled = run.sample()
-    found = run.group.compute_ref_log_prob(sampled, TEMPERATURE)["ref_log_probs"].values()
+    have = run.group.compute_ref_log_prob(sampled, TEMPERATURE)["ref_log_probs"].values()
     padded = to_padded(sampled)
     want = PlainTrainer(run.start).outputs(padded, TEMPERATURE)["log_probs"][padded["attention_mask"]]
-    assert torch.allclose(found, want, atol=1e-5)
-    assert (found - run.group.compute_log_prob(sampled, TEMPERATURE)["old_log_probs"].values()).abs().max() > 1e-2
+    assert torch.allclose(have, want, atol=1e-5)
+    assert (have - run.group.compute_log_prob(sampled, TEMPERATURE)["old_log_probs"].values()).abs().max() > 1e-2
 
 
 @pytest.mark.ci

@@ -52,11 +52,11 @@ def metrics_of(config: GrpoConfig, group: WorkerGroup | None = None) -> list[dic
 def test_a_rollout_in_its_own_pool_samples_and_trains_as_one_in_the_trainers_processes(
     ray_cluster: None, toy: Path, tmp_path: Path
 ) -> None:
-    split = metrics_of(config_of(toy, tmp_path / "split", transfer={"kind": "collective", "bucket_mb": 0.01}))
+    two_pools = metrics_of(config_of(toy, tmp_path / "split", transfer={"kind": "collective", "bucket_mb": 0.01}))
     config = config_of(toy, tmp_path / "one", rollout_pool=None)
     with LocalWorkerGroup(RayClassWithInitArgs(ActorRolloutRefWorker, Placement(config).worker())) as group:
         one = metrics_of(config, group)
-    for ours, theirs in zip(split, one, strict=True):
+    for ours, theirs in zip(two_pools, one, strict=True):
         assert ours["rollout/log_prob_gap_max"] < 1e-4
         assert ours["actor/grad_norm"] > 0
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
@@ -79,15 +79,15 @@ def test_every_kind_of_transfer_feeds_two_rollouts_and_a_reference_stays_with_th
 
 def test_the_example_of_two_pools_can_be_run_once_it_is_given_model_data_and_a_place(toy: Path, tmp_path: Path) -> None:
     example = load_yaml(Path(__file__).parents[2] / "examples/grpo/two_pools.yaml")
-    given = [f"model.path={toy / 'model'}", f"data.path={toy / 'copy.jsonl'}", f"run.dir={tmp_path}"]
-    config = GrpoConfig.of(override(example, given))
+    options = [f"model.path={toy / 'model'}", f"data.path={toy / 'copy.jsonl'}", f"run.dir={tmp_path}"]
+    config = GrpoConfig.of(override(example, options))
     Placement(config).check()
     assert (config.pool.world_size, config.world_size, config.transfer.kind) == (1, 3, "collective")
 
 
 def test_pools_and_transfers_are_checked_before_a_process_is_started(toy: Path, tmp_path: Path) -> None:
-    def refused(error: type[Refused], said: str, **sections: Any) -> None:
-        with pytest.raises(error, match=said):
+    def refused(error: type[Refused], message: str, **sections: Any) -> None:
+        with pytest.raises(error, match=message):
             Placement(config_of(toy, tmp_path, **sections)).check()
 
     Placement(config_of(toy, tmp_path)).check()

@@ -61,7 +61,7 @@ def test_the_example_s_config_can_be_run_once_it_is_given_a_model(toy: Path) -> 
 
 def test_the_example_of_parallel_parts_can_be_run_once_it_is_given_model_data_and_a_place(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", hidden_size=32)
-    given = [f"model.path={model}", f"data.path={tmp_path / 'data.jsonl'}", f"run.dir={tmp_path / 'run'}"]
-    config = GrpoConfig.of(override(load_yaml(EXAMPLES / "megatron.yaml"), given))
+    options = [f"model.path={model}", f"data.path={tmp_path / 'data.jsonl'}", f"run.dir={tmp_path / 'run'}"]
+    config = GrpoConfig.of(override(load_yaml(EXAMPLES / "megatron.yaml"), options))
     Placement(config).check()
     assert (config.pool.world_size, config.actor.backend) == (4, "megatron")

@@ -143,7 +143,7 @@ def spoil(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "wanted", "message"),
+    ("how", "change", "message"),
     [
         ("cut", {}, r"damaged(.|\n)*rank_1/shard: 1 bytes(.|\n)*2 bytes"),
         ("file missing", {}, "rank_0/shard: missing"),
@@ -158,7 +158,7 @@ def spoil(path: Path, how: str) -> None:
     ],
 )
 def test_what_cannot_be_loaded_is_refused_on_all_ranks(
-    on: Worlds, tmp_path: Path, how: str | None, wanted: dict[str, Any], message: str
+    on: Worlds, tmp_path: Path, how: str | None, change: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "a"
     on(2, save, str(path))
@@ -167,7 +167,7 @@ def test_what_cannot_be_loaded_is_refused_on_all_ranks(
 
     def job(rank: int, world_size: int) -> None:
         with pytest.raises(Refused, match=message):
-            checkpoint_directory.check(str(path), attrs.evolve(CONTENTS, **wanted), dist.group.WORLD)
+            checkpoint_directory.check(str(path), attrs.evolve(CONTENTS, **change), dist.group.WORLD)
 
     on(2, job)
 
@@ -188,7 +188,7 @@ def test_optimizer_state_is_wanted_by_trainers_alone(on: Worlds, tmp_path: Path)
 def test_generators_go_on_from_their_states() -> None:
     device = torch.device("cpu")
     with torch.random.fork_rng():
-        kept = checkpoint_directory.rng_tensors(device, 5)
+        states = checkpoint_directory.rng_tensors(device, 5)
         first = torch.rand(3)
-        checkpoint_directory.set_rng(kept, device, 5)
+        checkpoint_directory.set_rng(states, device, 5)
         assert torch.equal(torch.rand(3), first)

@@ -129,8 +129,8 @@ def test_reports_are_json_and_markdown_by_suffix(tmp_path: Path) -> None:
 
 def test_what_pytest_loads_in_every_session_imports_nothing_heavy() -> None:
     code = "import sys, sdk.conformance.plugin; print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"
 
 
 # A few of each kind here; all of them in the slow set.
@@ -145,19 +145,19 @@ FEW = (
 )
 
 
-def check(kind: str, backend: str, chosen: Sequence[Mutant], request: pytest.FixtureRequest) -> None:
+def check(kind: str, backend: str, chosen_mutants: Sequence[Mutant], request: pytest.FixtureRequest) -> None:
     session = request.getfixturevalue("conformance_session")
-    found = mutants.run(kind, backend, chosen, session)
-    assert {each.mutant.name: each.failed for each in found if not each.caught} == {}, "mutants that nothing found"
-    for each in found:
+    results = mutants.run(kind, backend, chosen_mutants, session)
+    assert {each.mutant.name: each.failed for each in results if not each.caught} == {}, "mutants that nothing found"
+    for each in results:
         named = [name for name in each.mutant.tests if any(mutants.is_named(test, name) for test in each.failed)]
         assert named == list(each.mutant.tests), f"{each.mutant.name}: found by {list(each.failed)} only"
 
 
 def test_the_kit_finds_some_faults(request: pytest.FixtureRequest) -> None:
-    chosen = [mutant for mutant in mutants.TARGETS["engine"].mutants if mutant.name in FEW]
-    assert len(chosen) == len(FEW)
-    check("engine", "fsdp", chosen, request)
+    chosen_mutants = [mutant for mutant in mutants.TARGETS["engine"].mutants if mutant.name in FEW]
+    assert len(chosen_mutants) == len(FEW)
+    check("engine", "fsdp", chosen_mutants, request)
 
 
 @pytest.mark.slow

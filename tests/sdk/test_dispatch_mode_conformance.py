@@ -37,7 +37,7 @@ def test_a_new_dispatch_mode_is_a_whole_project_that_passes_the_kit(tmp_path: Pa
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: acme-thing\nVersion: 0.1.0\n{needs}")
     (info / "entry_points.txt").write_text("[manymesh.v1]\nacme-thing = acme_thing.manifest\n")
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(project), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
         cwd=project,
         env=env,
@@ -45,17 +45,17 @@ def test_a_new_dispatch_mode_is_a_whole_project_that_passes_the_kit(tmp_path: Pa
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "conformance acme-thing 0.1.0: 32 passed; score 32/32" in done.stdout
+    assert process.returncode == 0, process.stdout[-3000:]
+    assert "conformance acme-thing 0.1.0: 32 passed; score 32/32" in process.stdout
     for command in (["check"], ["format", "--check"]):
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "ruff", *command, "."], cwd=project, capture_output=True, text=True
         )
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert process.returncode == 0, process.stdout + process.stderr
 
 
 def test_the_suite_finds_every_fault_that_is_planted_in_a_mode() -> None:
     planted = mutants_in([dispatch_mode_faults])
     assert len(planted) >= 13
-    found = mutants.run("dispatch_mode", dispatch_modes.Template.backend, planted)
-    assert [each.mutant.name for each in found if not each.caught] == []
+    results = mutants.run("dispatch_mode", dispatch_modes.Template.backend, planted)
+    assert [each.mutant.name for each in results if not each.caught] == []

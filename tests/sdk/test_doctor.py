@@ -23,17 +23,17 @@ OK = Entry("toy", "engine", Status.OK, "acme-toy", "1.0", "acme_toy")
 SAMPLER = attrs.evolve(OK, name="sampler", kind="rollout", distribution="acme-sampler")
 
 
-def only(found: list[Finding]) -> Finding:
-    (finding,) = found
+def only(findings: list[Finding]) -> Finding:
+    (finding,) = findings
     return finding
 
 
-def worst(found: list[Finding]) -> str:
-    return max((finding.level for finding in found), key=checks.LEVELS.index)
+def worst(findings: list[Finding]) -> str:
+    return max((finding.level for finding in findings), key=checks.LEVELS.index)
 
 
-def not_ok(found: list[Finding]) -> Finding:
-    finding = only([finding for finding in found if finding.level != "ok"])
+def not_ok(findings: list[Finding]) -> Finding:
+    finding = only([finding for finding in findings if finding.level != "ok"])
     assert finding.mend
     return finding
 
@@ -44,8 +44,8 @@ def with_status(status: Status) -> Entry:
 
 def test_a_python_that_a_plugin_does_not_take_is_a_problem() -> None:
     assert only(checks.python_versions("3.12.1", {"manymesh": ">=3.11", "acme-toy": ""})).level == "ok"
-    found = not_ok(checks.python_versions("3.12.1", {"manymesh": ">=3.11", "acme-toy": "<3.12"}))
-    assert (found.level, found.said) == ("problem", "3.12.1, but acme-toy wants <3.12")
+    findings = not_ok(checks.python_versions("3.12.1", {"manymesh": ">=3.11", "acme-toy": "<3.12"}))
+    assert (findings.level, findings.detail) == ("problem", "3.12.1, but acme-toy wants <3.12")
 
 
 @pytest.mark.parametrize(
@@ -63,29 +63,29 @@ def test_a_plugin_that_cannot_be_used_counts_by_its_status_and_whether_it_was_as
     status: Status, level: str, if_asked_for: str
 ) -> None:
     entry = with_status(status)
-    for asked, want in (((), level), (("toy",), if_asked_for)):
-        found = checks.plugins([entry, OK, SAMPLER], asked)[0]
-        assert found.level == want
-        assert (found.mend == "how") is (want != "ok")
-        assert ("why" in found.said) is (status is not Status.OK)
+    for names, want in (((), level), (("toy",), if_asked_for)):
+        findings = checks.plugins([entry, OK, SAMPLER], names)[0]
+        assert findings.level == want
+        assert (findings.mend == "how") is (want != "ok")
+        assert ("why" in findings.detail) is (status is not Status.OK)
 
 
 def test_a_machine_without_a_usable_engine_or_rollout_is_warned_of() -> None:
     assert worst(checks.plugins([OK, SAMPLER])) == "ok"
-    assert not_ok(checks.plugins([OK])).said == "no rollout can be used"
+    assert not_ok(checks.plugins([OK])).detail == "no rollout can be used"
     assert [finding.check for finding in checks.plugins([])] == ["engine", "rollout"]
 
 
 def test_pins_that_cannot_agree_are_a_problem_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = {"acme-toy": ["torch==2.4", "attrs>=99"], "acme-sampler": ["torch>=2.6"]}
     monkeypatch.setattr("importlib.metadata.requires", needs.__getitem__)
-    found = checks.agreement([OK, SAMPLER], {"torch": "2.7.0", "attrs": "26.1"})
-    assert [finding.level for finding in found] == ["problem", "problem"]
-    assert found[0].said.startswith("acme-toy and acme-sampler cannot share an environment")
-    assert found[0].said.endswith("acme-toy needs torch==2.4, acme-sampler needs torch>=2.6")
-    assert "environment of its own" in found[0].mend
-    assert found[1].said == "acme-toy needs attrs>=99, installed is 26.1"
-    assert found[1].mend == "pip install 'attrs>=99', or another acme-toy"
+    findings = checks.agreement([OK, SAMPLER], {"torch": "2.7.0", "attrs": "26.1"})
+    assert [finding.level for finding in findings] == ["problem", "problem"]
+    assert findings[0].detail.startswith("acme-toy and acme-sampler cannot share an environment")
+    assert findings[0].detail.endswith("acme-toy needs torch==2.4, acme-sampler needs torch>=2.6")
+    assert "environment of its own" in findings[0].mend
+    assert findings[1].detail == "acme-toy needs attrs>=99, installed is 26.1"
+    assert findings[1].mend == "pip install 'attrs>=99', or another acme-toy"
     assert only(checks.agreement([SAMPLER], {"torch": "2.7.0"})).level == "ok"
 
 
@@ -94,7 +94,7 @@ CUDA = Torch("2.9.0", "12.8", (("H", 70 * GIB, 80 * GIB),), nccl=True)
 
 
 @pytest.mark.parametrize(
-    ("torch", "gpus", "level", "said"),
+    ("torch", "gpus", "level", "message"),
     [
         (CPU, 0, "ok", ""),
         (CUDA, 1, "ok", ""),
@@ -106,11 +106,11 @@ CUDA = Torch("2.9.0", "12.8", (("H", 70 * GIB, 80 * GIB),), nccl=True)
         (Torch("", None, error="ImportError: libcudart.so.12"), 1, "problem", "ImportError: libcudart.so.12"),
     ],
 )
-def test_torch_has_to_see_what_the_machine_has(torch: Torch, gpus: int, level: str, said: str) -> None:
-    found = checks.torch_and_devices(torch, gpus)
-    assert worst(found) == level
-    if said:
-        assert said in not_ok(found).said
+def test_torch_has_to_see_what_the_machine_has(torch: Torch, gpus: int, level: str, message: str) -> None:
+    findings = checks.torch_and_devices(torch, gpus)
+    assert worst(findings) == level
+    if message:
+        assert message in not_ok(findings).detail
 
 
 def test_every_gpu_is_listed() -> None:
@@ -131,9 +131,9 @@ def test_every_gpu_is_listed() -> None:
 def test_shared_memory_has_to_hold_rays_objects_and_the_ranks_buffers(
     total: int | None, free: int | None, level: str
 ) -> None:
-    found = only(checks.shared_memory(total, free, memory=64 * GIB))
-    assert found.level == level
-    assert bool(found.mend) is (level != "ok")
+    findings = only(checks.shared_memory(total, free, memory=64 * GIB))
+    assert findings.level == level
+    assert bool(findings.mend) is (level != "ok")
 
 
 def test_a_full_disk_few_files_and_a_host_without_address_are_found() -> None:
@@ -146,19 +146,19 @@ def test_a_full_disk_few_files_and_a_host_without_address_are_found() -> None:
 
 
 def test_ray_has_to_be_there_in_a_version_that_we_take_and_to_answer() -> None:
-    assert only(checks.ray("2.60.0", ">=2.50,<3", None)).said == "2.60.0, this machine alone"
-    assert only(checks.ray("2.60.0", ">=2.50,<3", "head:6379")).said == "2.60.0, cluster at head:6379"
+    assert only(checks.ray("2.60.0", ">=2.50,<3", None)).detail == "2.60.0, this machine alone"
+    assert only(checks.ray("2.60.0", ">=2.50,<3", "head:6379")).detail == "2.60.0, cluster at head:6379"
     assert not_ok(checks.ray("2.40.0", ">=2.50,<3", None)).mend == "pip install 'ray>=2.50,<3'"
-    assert "not installed" in not_ok(checks.ray(None, ">=2.50,<3", None)).said
-    assert not_ok(checks.ray("2.60.0", ">=2.50,<3", "head:6379", "nobody answers")).said == "nobody answers"
+    assert "not installed" in not_ok(checks.ray(None, ">=2.50,<3", None)).detail
+    assert not_ok(checks.ray("2.60.0", ">=2.50,<3", "head:6379", "nobody answers")).detail == "nobody answers"
 
 
 def test_a_hidden_package_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(checks.packages_are_ours({})).level == "ok"
     hidden = {"sdk": RegistryError("/home/me/sdk is imported", mend="rename it")}
     monkeypatch.setattr(look, "hidden_packages", lambda: hidden)
-    found = not_ok([finding for finding in look.look() if finding.check in ("packages", "sdk")])
-    assert (found.said, found.mend) == ("/home/me/sdk is imported", "rename it")
+    findings = not_ok([finding for finding in look.look() if finding.check in ("packages", "sdk")])
+    assert (findings.detail, findings.mend) == ("/home/me/sdk is imported", "rename it")
 
 
 # --- this machine --------------------------------------------------------------------------------------------------
@@ -180,10 +180,10 @@ def test_a_check_that_fails_itself_is_a_finding_and_the_others_go_on(monkeypatch
         raise PermissionError(path)
 
     monkeypatch.setattr("shutil.disk_usage", gone)
-    found = {finding.check: finding for finding in look.look()}
-    assert found["disk"].level == "problem"
-    assert "PermissionError" in found["disk"].said
-    assert found["host name"].level == "ok"
+    findings = {finding.check: finding for finding in look.look()}
+    assert findings["disk"].level == "problem"
+    assert "PermissionError" in findings["disk"].detail
+    assert findings["host name"].level == "ok"
 
 
 def test_only_the_plugins_that_were_asked_for_are_looked_at() -> None:
@@ -202,9 +202,9 @@ def test_the_command_exits_1_on_a_problem_and_0_on_warnings(
         finding = Finding("disk", level, "[red]", "free space" if level != "ok" else "")  # type: ignore[arg-type]
         monkeypatch.setattr(look, "look", lambda names, finding=finding: iter([finding]))
         assert main(["doctor"]) == status
-        said = capsys.readouterr().out
-        assert "disk: [red]" in said
-        assert ("mend: free space" in said) is (level != "ok")
+        message = capsys.readouterr().out
+        assert "disk: [red]" in message
+        assert ("mend: free space" in message) is (level != "ok")
         assert main(["doctor", "--json"]) == status
         answer = json.loads(capsys.readouterr().out)
         assert answer == {"schema": 1, "healthy": status == 0, "findings": [attrs.asdict(finding)]}
@@ -230,18 +230,18 @@ def test_the_summary_counts() -> None:
 
 def checked(*args: str) -> tuple[int, dict[str, Any]]:
     """In a process of its own: pytest within pytest would share the outer one's state."""
-    done = subprocess.run([sys.executable, "-m", "sdk", "check", *args, "--json"], capture_output=True, text=True)
-    assert done.returncode in (0, 1), done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return done.returncode, answer
+    process = subprocess.run([sys.executable, "-m", "sdk", "check", *args, "--json"], capture_output=True, text=True)
+    assert process.returncode in (0, 1), process.stderr
+    answer: dict[str, Any] = json.loads(process.stdout)
+    return process.returncode, answer
 
 
 def test_a_sound_plugin_is_checked_without_a_word_of_pytest() -> None:
     status, answer = checked("fsdp")
     assert (status, answer["healthy"]) == (0, True)
-    said = {finding["check"]: finding["level"] for finding in answer["findings"]}
-    assert said["engine fsdp: the planner refuses a world of no ranks"] == "ok"
-    assert len(said) >= 8
+    message = {finding["check"]: finding["level"] for finding in answer["findings"]}
+    assert message["engine fsdp: the planner refuses a world of no ranks"] == "ok"
+    assert len(message) >= 8
 
 
 def test_a_plugin_that_says_what_is_not_true_is_told_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,12 +256,12 @@ def test_a_plugin_that_says_what_is_not_true_is_told_what(tmp_path: Path, monkey
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     status, answer = checked("toy")
     assert status == 1
-    wrong = {finding["check"]: finding["said"] for finding in answer["findings"] if finding["level"] == "problem"}
+    wrong = {finding["check"]: finding["detail"] for finding in answer["findings"] if finding["level"] == "problem"}
     assert "torch" in wrong["engine toy: listing and planning import nothing heavy"]
     assert "engine toy: its options have types and defaults" in wrong
     status, answer = checked("broken-toy")
     assert status == 1
-    assert answer["findings"][0]["said"] == "is broken: ZeroDivisionError: division by zero"
+    assert answer["findings"][0]["detail"] == "is broken: ZeroDivisionError: division by zero"
 
 
 def test_a_name_that_nothing_has_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

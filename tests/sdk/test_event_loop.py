@@ -71,13 +71,13 @@ def test_an_error_of_the_generator_reaches_who_follows_it(thread: LoopThread) ->
 def test_environment_variables_are_set_inside_and_restored_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         with environment_of({"MANYMESH_TEST_A": "1", "MANYMESH_TEST_B": "2"}):
-            seen.append((os.environ["MANYMESH_TEST_A"], os.environ["MANYMESH_TEST_B"]))
+            pairs.append((os.environ["MANYMESH_TEST_A"], os.environ["MANYMESH_TEST_B"]))
             raise ValueError("no")
 
-    seen: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     monkeypatch.setenv("MANYMESH_TEST_A", "before")
     monkeypatch.delenv("MANYMESH_TEST_B", raising=False)
     with pytest.raises(ValueError, match="no"):
         fail()
-    assert seen == [("1", "2")]
+    assert pairs == [("1", "2")]
     assert (os.environ["MANYMESH_TEST_A"], os.environ.get("MANYMESH_TEST_B")) == ("before", None)

@@ -26,11 +26,11 @@ FAMILIES = ("qwen3", "qwen3_moe")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
     """Two models of each family that differ in their weights."""
-    made = {}
+    paths = {}
     for family in FAMILIES:
         one, other = (tiny_model(tmp_path_factory.mktemp(family), family, seed=seed) for seed in (1, 2))
-        made[family] = (one, other)
-    return made
+        paths[family] = (one, other)
+    return paths
 
 
 def saved(directory: str) -> dict[str, torch.Tensor]:

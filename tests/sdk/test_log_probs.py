@@ -29,15 +29,15 @@ def by_log_softmax(
 
 
 def check(
-    made: dict[str, torch.Tensor],
+    outputs: dict[str, torch.Tensor],
     gradient: torch.Tensor,
     want: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     tolerance: float = 1e-5,
 ) -> None:
     for name, value in zip(("log_probs", "entropy"), want, strict=False):
-        assert made[name].dtype == torch.float32
-        assert made[name][:, 0].eq(0).all()
-        torch.testing.assert_close(made[name][:, 1:], value, atol=1e-5, rtol=1e-5)
+        assert outputs[name].dtype == torch.float32
+        assert outputs[name][:, 0].eq(0).all()
+        torch.testing.assert_close(outputs[name][:, 1:], value, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(gradient.double(), want[2], atol=tolerance, rtol=tolerance)
 
 
@@ -48,12 +48,12 @@ def test_a_whole_vocabulary(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype,
     torch.manual_seed(0)
     logits = torch.randn(2, 7, 11, dtype=dtype).mul(3).requires_grad_()
     ids, weight = torch.randint(0, 11, (2, 7)), torch.randn(2, 2, 7)
-    made = token_outputs(logits, ids, temperature, entropy=True)
-    (made["log_probs"] * weight[0] + made["entropy"] * weight[1]).sum().backward()
+    outputs = token_outputs(logits, ids, temperature, entropy=True)
+    (outputs["log_probs"] * weight[0] + outputs["entropy"] * weight[1]).sum().backward()
     assert logits.grad is not None
     assert logits.grad.dtype == dtype
     want = by_log_softmax(logits, ids, weight, temperature)
-    check(made, logits.grad, want, 2e-2 if dtype == torch.bfloat16 else 1e-5)
+    check(outputs, logits.grad, want, 2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
 def sharded(
@@ -71,10 +71,10 @@ def sharded(
 
     module.CHUNK_ELEMENTS = chunk
     local = logits.chunk(world_size, -1)[rank].clone().requires_grad_()
-    made = token_outputs(local, ids, temperature, entropy=True, group=dist.group.WORLD, vocab_size=vocab_size)
-    (made["log_probs"] * weight[0] + made["entropy"] * weight[1]).sum().backward()
+    outputs = token_outputs(local, ids, temperature, entropy=True, group=dist.group.WORLD, vocab_size=vocab_size)
+    (outputs["log_probs"] * weight[0] + outputs["entropy"] * weight[1]).sum().backward()
     assert local.grad is not None
-    return {name: value.detach() for name, value in made.items()}, local.grad
+    return {name: value.detach() for name, value in outputs.items()}, local.grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,9 +97,9 @@ def test_a_vocabulary_split_over_ranks_is_as_the_whole_one(
     gradient = torch.cat([each for _, each in ranks], -1)
     assert gradient.dtype == dtype
     assert gradient[..., vocab_size:].eq(0).all()
-    for made, _ in ranks:
-        check(made, gradient[..., :vocab_size], want, 2e-2 if dtype == torch.bfloat16 else 1e-5)
-        assert all(torch.equal(made[name], ranks[0][0][name]) for name in made)
+    for outputs, _ in ranks:
+        check(outputs, gradient[..., :vocab_size], want, 2e-2 if dtype == torch.bfloat16 else 1e-5)
+        assert all(torch.equal(outputs[name], ranks[0][0][name]) for name in outputs)
 
 
 @pytest.mark.parametrize("case", ["one token", "extreme", "masked", "masked on a whole rank"])
@@ -121,10 +121,10 @@ def test_odd_logits_split_over_ranks(on: Worlds, case: str) -> None:
     one = token_outputs(whole, ids, 0.7, entropy=True)
     (one["log_probs"] * weight[0] + one["entropy"] * weight[1]).sum().backward()
     want = by_log_softmax(logits, ids, weight, 0.7)
-    split = torch.cat([each for _, each in ranks], -1)
-    for made, gradient in ((ranks[0][0], split), (ranks[1][0], split), (one, whole.grad)):
+    whole_gradient = torch.cat([each for _, each in ranks], -1)
+    for outputs, gradient in ((ranks[0][0], whole_gradient), (ranks[1][0], whole_gradient), (one, whole.grad)):
         assert gradient is not None
-        check(made, gradient, want)
+        check(outputs, gradient, want)
 
 
 def test_the_flat_form_shifts_nothing_and_gives_entropy_only_where_asked(on: Worlds) -> None:
@@ -143,22 +143,22 @@ def test_ranks_meet_twice_a_call_however_many_chunks_and_never_in_backward(on: W
     def job(rank: int, world_size: int) -> list[tuple[int, ...]]:
         import manymesh.parts.log_probs as module
 
-        seen: list[tuple[int, ...]] = []
+        shapes: list[tuple[int, ...]] = []
         real, chunk = dist.all_reduce, module.CHUNK_ELEMENTS
 
         def counted(tensor: torch.Tensor, *args: Any) -> Any:
-            seen.append(tuple(tensor.shape))
+            shapes.append(tuple(tensor.shape))
             return real(tensor, *args)
 
         dist_module: Any = dist
         dist_module.all_reduce, module.CHUNK_ELEMENTS = counted, 8
         try:
             logits = torch.randn(2, 6, 8, requires_grad=True)
-            made = token_outputs(logits, torch.zeros(2, 6, dtype=torch.long), entropy=True, group=dist.group.WORLD)
-            (made["log_probs"] + made["entropy"]).sum().backward()
+            outputs = token_outputs(logits, torch.zeros(2, 6, dtype=torch.long), entropy=True, group=dist.group.WORLD)
+            (outputs["log_probs"] + outputs["entropy"]).sum().backward()
         finally:
             dist_module.all_reduce, module.CHUNK_ELEMENTS = real, chunk
-        return seen
+        return shapes
 
     assert on(2, job) == [[(12,), (3, 12)]] * 2
 
@@ -180,15 +180,15 @@ def test_what_does_not_fit_is_refused_on_every_rank(on: Worlds) -> None:
 
 def test_backward_keeps_no_second_copy_of_the_vocabulary() -> None:
     logits = torch.randn(4, 32, 1000, dtype=torch.bfloat16, requires_grad=True)
-    kept: dict[int, int] = {}
+    sizes: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         token_outputs(logits, torch.randint(0, 1000, (4, 32)), 0.7, entropy=True)
-    assert logits.nbytes <= sum(kept.values()) < 1.05 * logits.nbytes
+    assert logits.nbytes <= sum(sizes.values()) < 1.05 * logits.nbytes
 
 
 def several(

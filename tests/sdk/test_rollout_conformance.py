@@ -9,7 +9,7 @@ import pytest
 from sdk.conformance import RolloutConformance
 from tests.sdk.kit import mutants
 from tests.sdk.kit.faults import Mutant, OnMutant
-from tests.sdk.kit.rollout_serving_faults import SOUND
+from tests.sdk.kit.rollout_server_faults import SOUND
 
 # A few here; all of them in the slow set.
 FEW = (
@@ -21,17 +21,17 @@ FEW = (
 )
 
 
-def check(chosen: Sequence[Mutant], request: pytest.FixtureRequest) -> None:
-    found = mutants.run("rollout", "hf", chosen, request.getfixturevalue("conformance_session"))
-    for each in found:
+def check(chosen_mutants: Sequence[Mutant], request: pytest.FixtureRequest) -> None:
+    results = mutants.run("rollout", "hf", chosen_mutants, request.getfixturevalue("conformance_session"))
+    for each in results:
         missed = [name for name in each.mutant.tests if not any(mutants.is_named(test, name) for test in each.failed)]
         assert missed == [], f"a rollout that {each.mutant.name}: found by {list(each.failed)} only"
 
 
 def test_the_suite_finds_some_faults(request: pytest.FixtureRequest) -> None:
-    chosen = [mutant for mutant in mutants.TARGETS["rollout"].mutants if mutant.name in FEW]
-    assert len(chosen) == len(FEW)
-    check(chosen, request)
+    chosen_mutants = [mutant for mutant in mutants.TARGETS["rollout"].mutants if mutant.name in FEW]
+    assert len(chosen_mutants) == len(FEW)
+    check(chosen_mutants, request)
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_the_suite_finds_every_fault(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.slow
-class TestServed(OnMutant, RolloutConformance):
+class TestServer(OnMutant, RolloutConformance):
     backend = "hf"
     mutant = SOUND
     worlds = (2,)

@@ -58,7 +58,7 @@ def test_what_python_cannot_import_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "said"),
+    ("name", "kind", "message"),
     [
         ("manymesh", "engine", "a distribution 'manymesh' is installed already"),
         ("PyTest", "engine", "a distribution 'pytest' is installed already"),
@@ -70,10 +70,10 @@ def test_what_python_cannot_import_is_refused(name: str) -> None:
         ("disk", "transfer", "there is a transfer 'disk' already"),
     ],
 )
-def test_a_name_that_something_installed_has_is_refused(name: str, kind: Kind, said: str) -> None:
+def test_a_name_that_something_installed_has_is_refused(name: str, kind: Kind, message: str) -> None:
     with pytest.raises(Refused) as raised:
         Names.of(name, kind).check_free()
-    assert said in str(raised.value)
+    assert message in str(raised.value)
     assert "choose another name" in raised.value.mend
 
 
@@ -144,10 +144,10 @@ def test_whatever_the_name_the_sources_are_python_with_no_line_too_long(kind: Ki
 def test_the_sources_are_formatted_and_sorted_whatever_the_name(tmp_path: Path, kind: Kind, name: str) -> None:
     generate(Names.of(name, kind), tmp_path / "made")
     for command in (["check"], ["format", "--check"]):
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "ruff", *command, "."], cwd=tmp_path / "made", capture_output=True, text=True
         )
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert process.returncode == 0, process.stdout + process.stderr
 
 
 def test_a_directory_that_holds_something_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
@@ -155,8 +155,8 @@ def test_a_directory_that_holds_something_is_refused_and_stays_as_it_is(tmp_path
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
-    for directory, said in (("full", "is not empty"), ("file", "is a file")):
-        with pytest.raises(Refused, match=said):
+    for directory, message in (("full", "is not empty"), ("file", "is a file")):
+        with pytest.raises(Refused, match=message):
             generate(names, tmp_path / directory)
     assert sorted(os.listdir(tmp_path)) == ["file", "full"]
     assert os.listdir(tmp_path / "full") == ["mine.txt"]
@@ -175,9 +175,9 @@ def test_the_command_makes_it_where_it_is_told_and_says_what_to_do_next(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["new", "acme-thing", "--kind", "rollout"]) == 0
-    said = capsys.readouterr().out
-    assert "cd acme-thing" in said
-    assert "python -m sdk check acme-thing" in said
+    message = capsys.readouterr().out
+    assert "cd acme-thing" in message
+    assert "python -m sdk check acme-thing" in message
     assert (tmp_path / "acme-thing/acme_thing/rollout.py").is_file()
     assert main(["new", "acme-thing", "--dir", "other/place"]) == 0
     assert (tmp_path / "other/place/acme_thing/engine.py").is_file()
@@ -188,9 +188,9 @@ def test_the_command_exits_2_with_the_reason_and_what_to_do(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["new", "my engine"]) == 2
-    said = capsys.readouterr().err
-    assert "cannot be the name" in said
-    assert "mend: for example 'my-engine'" in said
+    message = capsys.readouterr().err
+    assert "cannot be the name" in message
+    assert "mend: for example 'my-engine'" in message
     assert os.listdir(tmp_path) == []
 
 

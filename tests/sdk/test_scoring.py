@@ -20,7 +20,7 @@ from core.mesh import MeshLayout, RankMesh
 from core.rollout import Rollout, ScoringRollout
 from core.transport.local import LocalWorkerGroup
 from manymesh.parts.scoring import RowScore, parts, read_sequences, scores
-from manymesh.parts.served_rollout import ServedRollout
+from manymesh.parts.server_rollout import ServerRollout
 from manymesh.workers.rollout import GeneratingWorker
 
 
@@ -79,7 +79,7 @@ def mesh(rank: int, world_size: int) -> RankMesh:
     return RankMesh(layout, rank, layout.route(("dp",)))
 
 
-class Doubles(ServedRollout):
+class Doubles(ServerRollout):
     """Its score of a token is the token times the version of its weights. The first call of its engine meets an update.
 
     Attributes:
@@ -156,6 +156,6 @@ def test_a_worker_scores_rows_of_any_length_on_two_ranks_in_the_callers_order() 
 
 def test_a_rollout_that_does_not_score_is_refused_in_one_sentence() -> None:
     group: Any = LocalWorkerGroup(RayClassWithInitArgs(Holder, SimpleNamespace()))
-    with pytest.raises(Refused, match="doesn't score") as caught:
+    with pytest.raises(Refused, match="doesn't score") as raised:
         group.score_sequences(sequences([5, 6]))
-    assert "'score'" in str(caught.value)
+    assert "'score'" in str(raised.value)

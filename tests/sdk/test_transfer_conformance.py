@@ -47,9 +47,9 @@ FEW = (
 
 
 def test_the_suite_finds_some_faults(request: pytest.FixtureRequest) -> None:
-    chosen = [mutant for mutant in mutants.TARGETS["transfer"].mutants if mutant.name in FEW]
-    assert len(chosen) == len(FEW)
-    check(chosen, request)
+    chosen_mutants = [mutant for mutant in mutants.TARGETS["transfer"].mutants if mutant.name in FEW]
+    assert len(chosen_mutants) == len(FEW)
+    check(chosen_mutants, request)
 
 
 @pytest.mark.slow
@@ -58,8 +58,8 @@ def test_the_suite_finds_every_fault(request: pytest.FixtureRequest) -> None:
     check(mutants.TARGETS["transfer"].mutants, request)
 
 
-def check(chosen: Sequence[Mutant], request: pytest.FixtureRequest) -> None:
-    for each in mutants.run("transfer", "disk", chosen, request.getfixturevalue("conformance_session")):
+def check(chosen_mutants: Sequence[Mutant], request: pytest.FixtureRequest) -> None:
+    for each in mutants.run("transfer", "disk", chosen_mutants, request.getfixturevalue("conformance_session")):
         missed = [name for name in each.mutant.tests if not any(mutants.is_named(test, name) for test in each.failed)]
         assert missed == [], f"a transfer that {each.mutant.name}: found by {list(each.failed)} only"
 
@@ -73,7 +73,7 @@ def test_a_new_transfer_keeps_the_contract_from_the_start(tmp_path: Path) -> Non
     needs = "Requires-Dist: attrs\nRequires-Dist: torch\n"
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: acme-transfer\nVersion: 0.1.0\n{needs}")
     (info / "entry_points.txt").write_text("[manymesh.v1]\nacme-transfer = acme_transfer.manifest\n")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
         cwd=project,
         env=os.environ | {"PYTHONPATH": str(project), "OMP_NUM_THREADS": "1"},
@@ -81,5 +81,5 @@ def test_a_new_transfer_keeps_the_contract_from_the_start(tmp_path: Path) -> Non
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "conformance acme-transfer 0.1.0: 28 passed; score 28/28" in done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "conformance acme-transfer 0.1.0: 28 passed; score 28/28" in process.stdout

@@ -172,15 +172,15 @@ TestMemory = Memory.TestCase
 TestMemory.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
-@pytest.mark.parametrize(("in_place", "left"), [(None, Valid(0)), (False, Valid(0)), (True, Broken())])
-def test_an_update_that_is_begun_again_keeps_what_an_abort_gives_back(in_place: bool | None, left: State) -> None:
+@pytest.mark.parametrize(("in_place", "state"), [(None, Valid(0)), (False, Valid(0)), (True, Broken())])
+def test_an_update_that_is_begun_again_keeps_what_an_abort_gives_back(in_place: bool | None, state: State) -> None:
     weights = WeightState()
     weights.begin(1, NAMES)
     if in_place is not None:
         weights.loading(in_place=in_place)
     weights.begin(2, NAMES)
     weights.abort()
-    assert weights.state == left
+    assert weights.state == state
 
 
 def test_refusals_say_what_to_do() -> None:

@@ -32,10 +32,10 @@ def test_a_whole_stream_passes_as_it_is_in_any_order() -> None:
 def test_what_is_wrong_is_refused_in_its_place(
     stream: Iterable[tuple[str, torch.Tensor]], passed: int, message: str
 ) -> None:
-    seen: list[str] = []
+    names: list[str] = []
     with pytest.raises(Refused, match=message):
-        seen.extend(name for name, _ in checked(stream, SHAPES))
-    assert seen == ["a"] * passed
+        names.extend(name for name, _ in checked(stream, SHAPES))
+    assert names == ["a"] * passed
 
 
 def test_what_rollouts_fuse_goes_together() -> None:

@@ -158,7 +158,7 @@ class RayTransport:
         self.ended = False
         # Of each rank's next call, where the actors have event loops.
         self._numbers = [0] * pool.world_size if has_coroutines(methods) else None
-        placed_groups = pool.placement_groups()
+        placement_groups = pool.placement_groups()
         pool.let_in(self)  # not before there is room: a refused group is no tenant
         actor_class = ray.remote(host_class(methods))
         environment: dict[str, Any] = {"env_vars": dict(env)} if env else {}
@@ -166,8 +166,8 @@ class RayTransport:
             environment["py_executable"] = shlex.quote(python)  # Ray hands it to a shell
         self._actors: list[Any] = []
         self.identities: list[Identity] = []
-        for placed in placed_groups:
-            for bundle in range(placed.bundle_count):
+        for placement_group in placement_groups:
+            for bundle in range(placement_group.bundle_count):
                 self._actors.append(
                     actor_class.options(
                         num_cpus=pool.cpus_per_process,
@@ -175,7 +175,7 @@ class RayTransport:
                         max_restarts=0,
                         runtime_env=environment or None,
                         scheduling_strategy=PlacementGroupSchedulingStrategy(
-                            placed, placement_group_bundle_index=bundle
+                            placement_group, placement_group_bundle_index=bundle
                         ),
                     ).remote()
                 )

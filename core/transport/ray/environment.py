@@ -43,15 +43,15 @@ def _ask(path: str, timeout_s: float) -> dict[str, str | None]:
     tell = f"import json\nprint(json.dumps(_versions({list(MUST_MATCH)})))"
     script = f"from __future__ import annotations\n{inspect.getsource(_versions)}\n{tell}"
     try:
-        done = subprocess.run([path, "-c", script], capture_output=True, text=True, timeout=timeout_s, check=True)
-        found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
+        process = subprocess.run([path, "-c", script], capture_output=True, text=True, timeout=timeout_s, check=True)
+        versions: dict[str, str | None] = json.loads(process.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         raise Refused(
             f"{path} is no Python that workers can run on",
             have=getattr(error, "stderr", None) or error,
             mend="give the interpreter of an environment, such as path/to/venv/bin/python, which every node has",
         ) from error
-    return found
+    return versions
 
 
 def _versions(names: list[str]) -> dict[str, str | None]:
@@ -59,13 +59,13 @@ def _versions(names: list[str]) -> dict[str, str | None]:
     import sys
     from importlib.metadata import PackageNotFoundError, version
 
-    found: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {}
     for name in names:
         try:
-            found[name] = "{}.{}.{}".format(*sys.version_info) if name == "python" else version(name)
+            versions[name] = "{}.{}.{}".format(*sys.version_info) if name == "python" else version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions
 
 
 def _start(version: str | None, parts: int) -> str | None:

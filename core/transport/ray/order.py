@@ -18,12 +18,12 @@ def rank_order(places: Sequence[Identity]) -> list[int]:
 
 def local_ranks(places: Sequence[Identity]) -> list[tuple[int, int]]:
     """For places in order of rank: (local rank, ranks on the same node)."""
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     numbers = []
     for place in places:
-        numbers.append(seen.get(place.node_id, 0))
-        seen[place.node_id] = numbers[-1] + 1
-    return [(number, seen[place.node_id]) for number, place in zip(numbers, places, strict=True)]
+        numbers.append(counts.get(place.node_id, 0))
+        counts[place.node_id] = numbers[-1] + 1
+    return [(number, counts[place.node_id]) for number, place in zip(numbers, places, strict=True)]
 
 
 def _node(place: Identity) -> tuple[int, int, str, str]:

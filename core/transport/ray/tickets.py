@@ -61,8 +61,8 @@ class RayTicket:
         waiting = list(rank_of)
         outcomes: dict[int, Outcome] = {}
         while waiting:
-            left = deadline - time.monotonic()
-            ready, _ = ray.wait(waiting, num_returns=1, timeout=max(left, 0))
+            remaining_s = deadline - time.monotonic()
+            ready, _ = ray.wait(waiting, num_returns=1, timeout=max(remaining_s, 0))
             if not ready:
                 break
             if len(waiting) > 1:
@@ -103,5 +103,5 @@ def _unreadable(text: str, want: str) -> BadAnswer:
 def _how_it_ended(text: str) -> str:
     """The lines of Ray's message that say how the process ended."""
     lines = [line.strip() for line in text.splitlines()]
-    told = [line for line in lines if "exit" in line.lower() or "died" in line.lower()]
-    return " ".join(told[:3]) or lines[0]
+    reasons = [line for line in lines if "exit" in line.lower() or "died" in line.lower()]
+    return " ".join(reasons[:3]) or lines[0]

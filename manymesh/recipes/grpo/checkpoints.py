@@ -27,12 +27,12 @@ class Checkpoints:
 
     def complete(self) -> list[tuple[int, Path]]:
         """Step and directory of every complete checkpoint, oldest first."""
-        found = []
+        result = []
         for entry in self.directory.glob("step-*"):
             match = re.fullmatch(r"step-(\d+)", entry.name)
             if match and (entry / "run.json").is_file() and (entry / "actor").exists():
-                found.append((int(match[1]), entry))
-        return sorted(found)
+                result.append((int(match[1]), entry))
+        return sorted(result)
 
     def latest(self) -> tuple[int, Path] | None:
         return max(self.complete(), default=None)

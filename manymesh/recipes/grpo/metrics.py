@@ -62,7 +62,7 @@ def timing_metrics(seconds: float, num_tokens: float, phases: Mapping[str, float
         num_tokens: that were sampled.
         phases: seconds by name.
     """
-    by_phase = {f"{TIME}phase/{name}": spent for name, spent in phases.items()}
+    by_phase = {f"{TIME}phase/{name}": phase_seconds for name, phase_seconds in phases.items()}
     return {f"{TIME}step": seconds, f"{TIME}tokens_per_second": num_tokens / seconds, **by_phase}
 
 

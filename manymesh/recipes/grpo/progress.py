@@ -79,9 +79,9 @@ class Progress:
         """A step is done."""
         self._step, self._metrics, self._rewards = step, dict(metrics), list(rewards)
         if not self._console.is_terminal:
-            shown = [f"{name} {form.format(value)}" for name, form, value in self._shown()]
+            values = [f"{name} {form.format(value)}" for name, form, value in self._shown()]
             phases = " ".join(f"{name} {seconds:.3f}" for name, seconds in self._seconds().items())
-            line = f"step {step}/{self._num_steps}  " + "  ".join(shown) + f"  ({phases})"
+            line = f"step {step}/{self._num_steps}  " + "  ".join(values) + f"  ({phases})"
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def note(self, message: str) -> None:

@@ -93,9 +93,9 @@ class Reward:
             ) from error
         function = getattr(module, name, None)
         if not callable(function):
-            known = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
+            names = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
             raise ConfigError(
-                f"module {module_name!r} has no function {name!r}", where=where, mend=did_you_mean(name, known)
+                f"module {module_name!r} has no function {name!r}", where=where, mend=did_you_mean(name, names)
             )
         try:
             inspect.signature(function).bind([], [], **config.options)

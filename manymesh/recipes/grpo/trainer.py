@@ -90,7 +90,7 @@ class GrpoTrainer:
         step = self._restore(workers)
         workers.sync.sync()
         tracker = Tracker(directory.path, step)
-        start, saved = time.perf_counter(), step if step else -1
+        start, last_save = time.perf_counter(), step if step else -1
         progress = Progress(console, run.steps, self.phases)
         try:
             self._greet(progress, step)
@@ -101,9 +101,9 @@ class GrpoTrainer:
                     _attempt(progress, tracker.log, step, metrics, samples)
                     progress.show(step, metrics, tracker.rewards())
                     if run.save_every and step % run.save_every == 0:
-                        saved = step if self._save(workers, step, progress) else saved
+                        last_save = step if self._save(workers, step, progress) else last_save
                         _attempt(progress, tracker.draw)
-            if run.save_every and saved != step:
+            if run.save_every and last_save != step:
                 directory.checkpoints.save(step, partial(workers.trainers.save_checkpoint, step=step))
             if run.export:
                 progress.note(f"writing the model to {directory.path / 'model'}")
@@ -129,18 +129,18 @@ class GrpoTrainer:
             prompts, row_of = self.data.batch(step, config.algorithm.prompts_per_step)
             sampling = _seeded(config.sampling, config.run.seed, step)
         with phase("generate"):
-            sampled = workers.rollouts.generate_sequences(prompts, sampling)
-        prompt_id = sampled["prompt_id"]
+            samples = workers.rollouts.generate_sequences(prompts, sampling)
+        prompt_id = samples["prompt_id"]
         with phase("reward"):
             rows = [row_of[number] for number in prompt_id.tolist()]
-            completions = decode_responses(sampled, self.tokenizer)
+            completions = decode_responses(samples, self.tokenizer)
             rewards = self.reward(completions, rows)
 
-        batch = sampled.select("input_ids", "response_mask", "rollout_temperature")
+        batch = samples.select("input_ids", "response_mask", "rollout_temperature")
         temperature = config.sampling.temperature
         with phase("old_log_prob"):
-            scored = workers.trainers.compute_log_prob(batch, temperature)
-            batch["old_log_probs"] = scored["old_log_probs"]
+            scores = workers.trainers.compute_log_prob(batch, temperature)
+            batch["old_log_probs"] = scores["old_log_probs"]
         if config.uses_ref:
             with phase("ref_log_prob"):
                 reference = workers.trainers.compute_ref_log_prob(batch, temperature)
@@ -150,14 +150,14 @@ class GrpoTrainer:
             advantages = group_advantages(by_row, prompt_id, divide_by_std=algorithm.divide_by_std, eps=algorithm.eps)
             batch["advantages"] = spread_over_response(advantages, batch["response_mask"])
         with phase("update"):
-            trained: dict[str, float] = workers.trainers.update_actor(
+            update_metrics: dict[str, float] = workers.trainers.update_actor(
                 batch, algorithm.num_mini_batches, algorithm.epochs, temperature=temperature
             )
         with phase("sync"):
             workers.sync.sync()
 
-        metrics = reward_metrics(by_row, prompt_id) | response_metrics(sampled, scored)
-        metrics |= {f"actor/{name}": value for name, value in trained.items()}
+        metrics = reward_metrics(by_row, prompt_id) | response_metrics(samples, scores)
+        metrics |= {f"actor/{name}": value for name, value in update_metrics.items()}
         metrics |= timing_metrics(time.perf_counter() - start, metrics["response/num_tokens"], phase.seconds)
         texts = [row[config.data.prompt] for row in rows]
         return metrics, sample_lines(prompt_id.tolist(), texts, completions, rewards, config.run.num_samples)
@@ -168,9 +168,11 @@ class GrpoTrainer:
         if latest is None:
             return 0
         step, path = latest
-        loaded = workers.trainers.load_checkpoint(str(path / "actor"))
-        if loaded != step:
-            raise Refused("a checkpoint stands under the name of another step", have=loaded, want=step, where=str(path))
+        saved_step = workers.trainers.load_checkpoint(str(path / "actor"))
+        if saved_step != step:
+            raise Refused(
+                "a checkpoint stands under the name of another step", have=saved_step, want=step, where=str(path)
+            )
         return step
 
     def _greet(self, progress: Progress, step: int) -> None:
@@ -188,8 +190,8 @@ class GrpoTrainer:
         try:
             checkpoints.save(step, partial(workers.trainers.save_checkpoint, step=step))
         except Refused as error:
-            kept = checkpoints.latest()
-            good = f"the last good one is {kept[1]}" if kept else "there is none yet"
+            previous = checkpoints.latest()
+            good = f"the last good one is {previous[1]}" if previous else "there is none yet"
             progress.warn(f"no checkpoint at step {step}, training goes on; {good}\n{error}")
             return False
         return True

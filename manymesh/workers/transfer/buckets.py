@@ -84,7 +84,7 @@ def units(specs: Sequence[WeightSpec]) -> list[range]:
 def plan(specs: Sequence[WeightSpec], bucket_bytes: int) -> list[BucketPlan]:
     """Buckets of at most bucket_bytes, in the order of the specs.
 
-    A unit that has no room in a begun bucket starts the next one, and one that is larger than a bucket is cut over
+    A unit that has no room in the last bucket starts the next one, and one that is larger than a bucket is split over
     several. Tensors without elements have no piece.
     """
     capacity = max(bucket_bytes // ALIGN, 1) * ALIGN
@@ -92,44 +92,44 @@ def plan(specs: Sequence[WeightSpec], bucket_bytes: int) -> list[BucketPlan]:
     plans: list[BucketPlan] = []
     pieces: list[Piece] = []
     whole: list[range] = []
-    used = 0
+    offset = 0
 
     def close() -> None:
-        nonlocal used
+        nonlocal offset
         plans.append(BucketPlan(tuple(pieces), tuple(whole)))
         pieces.clear()
         whole.clear()
-        used = 0
+        offset = 0
 
     for unit in units(specs):
         size = sum(aligned(sizes[number]) for number in unit)
-        if used and used + size > capacity >= size:
+        if offset and offset + size > capacity >= size:
             close()
         for number in unit:
             start = 0
             while start < sizes[number]:
-                if used == capacity:
+                if offset == capacity:
                     close()
-                piece = Piece(number, start, min(sizes[number] - start, capacity - used))
+                piece = Piece(number, start, min(sizes[number] - start, capacity - offset))
                 pieces.append(piece)
-                used, start = used + aligned(piece.size), start + piece.size
+                offset, start = offset + aligned(piece.size), start + piece.size
         whole.append(unit)
     if pieces or whole:
         close()
     return plans
 
 
-def cut(
+def fill_buckets(
     specs: Sequence[WeightSpec],
     buckets: Iterable[BucketPlan],
     stream: Iterable[NamedTensor],
-    seen: Callable[[torch.Tensor], None] = lambda tensor: None,
+    on_tensor: Callable[[torch.Tensor], None] = lambda tensor: None,
 ) -> Iterator[list[torch.Tensor]]:
     """For each bucket its pieces, as flat uint8 views of the stream's tensors (of copies where one isn't contiguous).
 
     Args:
         stream: the tensors of the specs, in their order. It is read to its end.
-        seen: called with each tensor, contiguous.
+        on_tensor: called with each tensor, contiguous.
 
     Raises:
         ManymeshError: the stream isn't what the specs say.
@@ -142,13 +142,13 @@ def cut(
             while number < piece.tensor:
                 number, tensor = next(tensors)
                 tensor = tensor.contiguous()
-                seen(tensor)
+                on_tensor(tensor)
                 data = as_bytes(tensor)
             pieces.append(data[piece.start : piece.start + piece.size])
         if bucket.whole:
             while number < bucket.whole[-1][-1]:  # tensors without elements
                 number, tensor = next(tensors)
-                seen(tensor)
+                on_tensor(tensor)
         yield pieces
     for _ in tensors:
         pass
@@ -192,10 +192,10 @@ class Joiner:
 
     def add(self, bucket: BucketPlan, pieces: Sequence[torch.Tensor]) -> list[NamedTensor]:
         """The tensors that are whole now and may load together; views are good as long as the pieces are."""
-        done = {number for unit in bucket.whole for number in unit}
+        numbers = {number for unit in bucket.whole for number in unit}
         for piece, data in zip(bucket.pieces, pieces, strict=True):
             size = num_bytes(self._specs[piece.tensor])
-            if piece.size == size and piece.tensor in done:
+            if piece.size == size and piece.tensor in numbers:
                 self._parts[piece.tensor] = data
                 continue
             if piece.tensor not in self._parts:

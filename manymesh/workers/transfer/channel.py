@@ -146,7 +146,7 @@ class Round:
         if self._store.check([name]) and (verdict := bytes(self._store.get(name)).decode()) != COMMIT:
             raise Stopped(verdict.removeprefix("stop "))
 
-    def wait_until(self, done: Callable[[], bool], what: str, pause: Callable[[float], None] = time.sleep) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str, pause: Callable[[float], None] = time.sleep) -> None:
         """Poll, ever more slowly: a wait is longer than it must be by a fifth at most, or by 20 ms.
 
         The store's own blocking wait is of no use: it cannot hear of a stop, and holds the connection for all threads.
@@ -155,14 +155,14 @@ class Round:
             pause: waits for so many seconds, or less.
         """
         start = now = time.monotonic()
-        looked, step = start, _FIRST_POLL_S
-        while not done():
+        last_check, step = start, _FIRST_POLL_S
+        while not condition():
             pause(step)
             now = time.monotonic()
             step = min(max(step, (now - start) / 5), _LAST_POLL_S)
-            if now - looked > _LOOK_S:
+            if now - last_check > _LOOK_S:
                 self.check()
-                looked = now
+                last_check = now
             if now - start > self._timeout_s:
                 raise DeadlineExceeded(f"waited {self._timeout_s:g} s for {what}")
 

@@ -59,13 +59,13 @@ class CollectiveTransfer:
         """The buffer is used again."""
 
     def close(self) -> None:
-        held, self._backend, self._work = [self._backend, self._work], None, None
-        if held[0] is not None and self._device.type == "cuda":
-            held[0].abort()
-        elif held[1] is not None and not held[1].is_completed():
+        resources, self._backend, self._work = [self._backend, self._work], None, None
+        if resources[0] is not None and self._device.type == "cuda":
+            resources[0].abort()
+        elif resources[1] is not None and not resources[1].is_completed():
             # gloo cannot abort a broadcast: it runs until its deadline. Its destructor would wait for that with
             # Python's lock held, so the group is kept until then.
-            threading.Thread(target=_let_go_when_done, args=(held,), daemon=True).start()
+            threading.Thread(target=_let_go_when_done, args=(resources,), daemon=True).start()
 
     def _buffer(self, number: int, size: int) -> torch.Tensor:
         if len(self._buffers[number % 2]) < size:
@@ -106,7 +106,7 @@ def _backend(device: torch.device, store: Any, rank: int, size: int, host: str, 
     return gloo(store, rank, size, options)
 
 
-def _let_go_when_done(held: list[Any]) -> None:
-    while not held[1].is_completed():
+def _let_go_when_done(resources: list[Any]) -> None:
+    while not resources[1].is_completed():
         time.sleep(0.2)
-    held.clear()
+    resources.clear()

@@ -86,8 +86,8 @@ class Receiver(Endpoint):
         return [piece.to(self._device) for piece in pieces]
 
     def _verify(self, round_: Round, specs: Sequence[WeightSpec], table: torch.Tensor) -> None:
-        sent = round_.get("digests", "the sender's digests")
-        want = torch.frombuffer(bytearray(sent), dtype=torch.int64) if sent else table[:0]
+        data = round_.get("digests", "the sender's digests")
+        want = torch.frombuffer(bytearray(data), dtype=torch.int64) if data else table[:0]
         wrong = [spec.name for spec, ok in zip(specs, (want == table).tolist(), strict=True) if not ok]
         if wrong:
             raise ManymeshError(

@@ -46,10 +46,12 @@ class WeightSource:
         """Meet the receivers; gives the error where that fails."""
         if self._channel is None:
             return _not_connected()
-        met = connect(connection, self._channel, index, host, self._device)
-        if isinstance(met, ManymeshError):
-            return met
-        self._sender = Sender(self._channel, met.transfer, "sender", connection.num_receivers, connection.bucket_bytes)
+        answer = connect(connection, self._channel, index, host, self._device)
+        if isinstance(answer, ManymeshError):
+            return answer
+        self._sender = Sender(
+            self._channel, answer.transfer, "sender", connection.num_receivers, connection.bucket_bytes
+        )
         return None
 
     def send(self, specs: Sequence[WeightSpec], version: int, round_name: str) -> Receipt | None:
@@ -91,18 +93,18 @@ class WeightSink:
             channel = Channel.join(connection.address, connection.timeout_s)
         except DeadlineExceeded as error:
             return error
-        met = connect(connection, channel, index, host, self._device)
-        if isinstance(met, ManymeshError):
-            return met
+        answer = connect(connection, channel, index, host, self._device)
+        if isinstance(answer, ManymeshError):
+            return answer
         num_receivers = connection.num_receivers
         self._receiver = Receiver(
             channel,
-            met.transfer,
+            answer.transfer,
             f"receiver {index} of {num_receivers} (group {self._place.group!r}, rank {self._place.rank})",
             num_receivers,
             connection.bucket_bytes,
             index=index,
-            device=choose_device(met.device),
+            device=choose_device(answer.device),
         )
         return None
 

@@ -20,7 +20,7 @@ import torch
 
 from core.engine import WeightSpec
 from core.errors import DeadlineExceeded
-from manymesh.workers.transfer.buckets import NamedTensor, cut, plan
+from manymesh.workers.transfer.buckets import NamedTensor, fill_buckets, plan
 from manymesh.workers.transfer.channel import Round
 from manymesh.workers.transfer.digest import digest, stacked
 from manymesh.workers.transfer.endpoint import DEPTH, Endpoint, Receipt
@@ -49,9 +49,7 @@ class Sender(Endpoint):
         on_its_way: Future[None] | None = None
         with ThreadPoolExecutor(1, "weights") as link:
             try:
-                for number, pieces in enumerate(
-                    cut(specs, buckets, stream, lambda tensor: digests.append(digest(tensor)))
-                ):
+                for number, pieces in enumerate(fill_buckets(specs, buckets, stream, note)):
                     if error is not None:
                         continue
                     begun = time.perf_counter()
@@ -91,9 +89,9 @@ class Sender(Endpoint):
     def _forget_last_round(self) -> None:
         if self._before is not None:
             round_, num_buckets = self._before
-            counted = [f"loaded.{number}" for number in range(num_buckets)] + ["verified"]
+            counters = [f"loaded.{number}" for number in range(num_buckets)] + ["verified"]
             at = [f"at.{index}" for index in range(1, self._num_receivers + 1)]
-            round_.forget([*at, *counted, *(f"{key}.all" for key in counted)])
+            round_.forget([*at, *counters, *(f"{key}.all" for key in counters)])
 
     def _hand_over(self, round_: Round, number: int, pieces: list[torch.Tensor]) -> None:
         round_.check()

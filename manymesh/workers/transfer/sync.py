@@ -170,13 +170,13 @@ class WeightSync:
     def _send(self) -> int:
         self.connect()
         version, specs = self._trainers.offer_weights()
-        begun: list[WorkerGroup] = []
+        groups: list[WorkerGroup] = []
         try:
             for group in self._receivers:
                 group.begin_weights(specs, version)
-                begun.append(group)
+                groups.append(group)
         except ManymeshError:
-            for group in begun:
+            for group in groups:
                 group.abort_weights()
             raise
         self._rounds += 1
@@ -229,8 +229,8 @@ class WeightSync:
             waiting: set[Future[Any]] = set(futures)
             try:
                 while waiting:
-                    done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                    for future in done:
+                    finished, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                    for future in finished:
                         if (error := future.exception()) is not None:
                             raise error
             except BaseException as error:

@@ -21,27 +21,27 @@ from core.engine import MicroResult, WeightSpec
 from core.loss import LossFn, LossScale
 from manymesh.parts.adamw import ScheduledAdamW
 from manymesh.parts.engine_base import OffloadEngineBase, Part, require_world
-from manymesh.parts.engine_checkpoint import TorchCheckpoints
+from manymesh.parts.engine_checkpoint import TorchCheckpointer
 from manymesh.parts.log_probs import token_outputs, unpacked, without_padding
 from manymesh.parts.micro_batches import check_loss
 from manymesh.parts.world_mesh import world_mesh
 from manymesh_fsdp.config import FsdpConfig
 from manymesh_fsdp.model import drop_gradients, fsdp_modules, load_sharded
 from manymesh_fsdp.plan import AXIS, plan
-from manymesh_fsdp.weights import NamedWeights
+from manymesh_fsdp.weights import FsdpWeights
 
 
 @attrs.frozen
-class Loaded:
+class FsdpState:
     """What `initialize` makes."""
 
     model: Any  # a transformers model
     units: list[FSDPModule]  # the model and its decoder layers; none on one rank, where nothing is sharded
-    weights: NamedWeights
+    weights: FsdpWeights
     optimizer: ScheduledAdamW | None
 
 
-class FsdpEngine(OffloadEngineBase[Loaded]):
+class FsdpEngine(OffloadEngineBase[FsdpState]):
     """Meets `core.engine.Engine`, `OffloadEngine` and `CheckpointEngine`.
 
     The default process group spans the engine's ranks.
@@ -57,16 +57,16 @@ class FsdpEngine(OffloadEngineBase[Loaded]):
     def __init__(self, config: FsdpConfig, device: str | None = None) -> None:
         require_world()
         self._config, self._device = config, choose_device(device)
-        planned = plan(config, dist.get_world_size())
+        layout_plan = plan(config, dist.get_world_size())
         super().__init__(
-            world_mesh(planned),
-            planned.limits,
+            world_mesh(layout_plan),
+            layout_plan.limits,
             parameters=config.offload_parameters,
             optimizer=config.offload_optimizer,
         )
         self._device_mesh = init_device_mesh(self._device.type, (dist.get_world_size(),), mesh_dim_names=(AXIS,))
         self._group = self._device_mesh.get_group(AXIS)
-        self._checkpoints = TorchCheckpoints("fsdp", self._device)
+        self._checkpointer = TorchCheckpointer("fsdp", self._device)
 
     def initialize(self) -> None:
         """Collective: read the model, shard it, and make the optimizer with its state.
@@ -80,7 +80,7 @@ class FsdpEngine(OffloadEngineBase[Loaded]):
         if self._config.trainable:
             parameters = dict(model.named_parameters())
             optimizer = ScheduledAdamW(parameters, self._config.optimizer, self._group)
-        self._hold(Loaded(model, fsdp_modules(model), NamedWeights(model), optimizer))
+        self._hold(FsdpState(model, fsdp_modules(model), FsdpWeights(model), optimizer))
 
     def _set_training(self, training: bool) -> bool:
         model = self._ready().model
@@ -104,46 +104,46 @@ class FsdpEngine(OffloadEngineBase[Loaded]):
             Refused: an output that the engine doesn't have, a batch that isn't padded, weights that are on CPU, or
                 training without a loss, or of an engine that is not trainable.
         """
-        wanted = self._check_pass(micro_batches, loss_fn, outputs, temperature=temperature, forward_only=forward_only)
-        loaded = self._ready()
-        model = loaded.model
+        needs = self._check_pass(micro_batches, loss_fn, outputs, temperature=temperature, forward_only=forward_only)
+        state = self._ready()
+        model = state.model
         last = len(micro_batches) - 1
         results = []
         try:
             with torch.no_grad() if forward_only else nullcontext():
                 for number, batch in enumerate(micro_batches):
-                    if loaded.units and not forward_only and last > 0:
+                    if state.units and not forward_only and last > 0:
                         # Gradients are reduced over ranks once, with the last micro-batch.
                         model.set_requires_gradient_sync(number == last)
                         model.set_is_last_backward(number == last)
                     batch = batch if batch["input_ids"].device == self._device else batch.to(self._device)
-                    made = self._outputs(model, batch, wanted, temperature)
+                    values = self._outputs(model, batch, needs, temperature)
                     metrics: Mapping[str, Any] = {}
                     if loss_fn is not None:
-                        loss, metrics = loss_fn({name: made[name] for name in loss_fn.needs}, batch, scale)
+                        loss, metrics = loss_fn({name: values[name] for name in loss_fn.needs}, batch, scale)
                         if not forward_only:
                             check_loss(loss, loss_fn, where="FsdpEngine.forward_backward")
                             loss.backward()
-                    kept = {name: made[name] for name in outputs} if forward_only else {}
-                    results.append(MicroResult(TensorDict(kept, batch.batch_size) if kept else None, metrics))
+                    columns = {name: values[name] for name in outputs} if forward_only else {}
+                    results.append(MicroResult(TensorDict(columns, batch.batch_size) if columns else None, metrics))
         except BaseException:
             if not forward_only:
                 drop_gradients(model)
             raise
         finally:
             # Full parameters that outlive the pass would hide what is written to the shards from the next pass.
-            for unit in loaded.units:
+            for unit in state.units:
                 unit.reshard()
         return results
 
     def _outputs(
-        self, model: Any, batch: TensorDict, wanted: frozenset[str], temperature: float
+        self, model: Any, batch: TensorDict, needs: frozenset[str], temperature: float
     ) -> dict[str, torch.Tensor]:
-        """The wanted outputs, padded (rows, tokens) fp32, 0 at position 0 and in padding."""
-        if not wanted:
+        """These outputs, padded (rows, tokens) fp32, 0 at position 0 and in padding."""
+        if not needs:
             return {}
         ids, mask = batch["input_ids"], batch["attention_mask"].bool()
-        teacher_ids = batch["teacher_ids"] if "top_log_probs" in wanted else None
+        teacher_ids = batch["teacher_ids"] if "top_log_probs" in needs else None
         positions = None
         if self._limits.packed:
             # One row of all tokens, told apart by positions that begin at 0 again. transformers does so only without a
@@ -153,10 +153,10 @@ class FsdpEngine(OffloadEngineBase[Loaded]):
             teacher_ids = teacher_ids[mask][None] if teacher_ids is not None else None
         # No mask: padding stands on the right, where a causal model's real tokens don't look.
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        made = token_outputs(logits, ids, temperature, entropy="entropy" in wanted, teacher_ids=teacher_ids)
+        values = token_outputs(logits, ids, temperature, entropy="entropy" in needs, teacher_ids=teacher_ids)
         if self._limits.packed:
-            made = {name: unpacked(value[0], mask) for name, value in made.items()}
-        return {name: without_padding(value, mask) for name, value in made.items() if name in wanted}
+            values = {name: unpacked(value[0], mask) for name, value in values.items()}
+        return {name: without_padding(value, mask) for name, value in values.items() if name in needs}
 
     def weight_specs(self) -> Sequence[WeightSpec]:
         return self._ready().weights.specs()
@@ -176,23 +176,23 @@ class FsdpEngine(OffloadEngineBase[Loaded]):
 
     def _move(self, part: Part, device: Literal["cpu", "device"]) -> None:
         """A gradient lives where its parameter does, so it moves with the model."""
-        loaded = self._ready()
+        state = self._ready()
         target = torch.device("cpu") if device == "cpu" else self._device
         if part == "model":
-            loaded.model.to(target)
-        elif loaded.optimizer is not None:
-            loaded.optimizer.to(target)
+            state.model.to(target)
+        elif state.optimizer is not None:
+            state.optimizer.to(target)
 
     def _free_cache(self) -> None:
         if self._device.type != "cpu":
             torch.get_device_module(self._device).empty_cache()
 
     def save_checkpoint(self, path: str, *, step: int) -> None:
-        """Collective; see TorchCheckpoints.save."""
-        loaded = self._ready()
-        self._checkpoints.save(path, loaded.model, loaded.optimizer, step)
+        """Collective; see TorchCheckpointer.save."""
+        state = self._ready()
+        self._checkpointer.save(path, state.model, state.optimizer, step)
 
     def load_checkpoint(self, path: str) -> int:
-        """Collective, and at another world size too; see TorchCheckpoints.load."""
-        loaded = self._ready()
-        return self._checkpoints.load(path, loaded.model, loaded.optimizer)
+        """Collective, and at another world size too; see TorchCheckpointer.load."""
+        state = self._ready()
+        return self._checkpointer.load(path, state.model, state.optimizer)

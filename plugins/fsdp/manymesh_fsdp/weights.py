@@ -43,7 +43,7 @@ class Unit:
         return tuple(self.saved) == self.parameters
 
 
-class NamedWeights:
+class FsdpWeights:
     """Export and load of a sharded model's weights by saved names."""
 
     def __init__(self, model: Any) -> None:
@@ -130,8 +130,8 @@ class NamedWeights:
                 active[target] = copy.deepcopy(by_pattern[pattern])
             active[target].add_tensor(target, name, pattern, saved[name])
         for target, converter in active.items():
-            made = converter.convert(target, model=self._model, config=self._model.config)
-            out |= {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+            parameters = converter.convert(target, model=self._model, config=self._model.config)
+            out |= {name: value[0] if isinstance(value, list) else value for name, value in parameters.items()}
         return out
 
 

@@ -31,13 +31,13 @@ def on() -> Iterator[Worlds]:
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """`model_dir(family, **options)`: a directory, the same for the same arguments. Weights are large enough that the
     model's predictions are far from uniform."""
-    made: dict[str, str] = {}
+    paths: dict[str, str] = {}
 
     def make(family: str = "qwen3", **options: Any) -> str:
         key = repr((family, sorted(options.items())))
-        if key not in made:
-            made[key] = tiny_model(tmp_path_factory.mktemp(family), family, **({"initializer_range": 0.2} | options))
-        return made[key]
+        if key not in paths:
+            paths[key] = tiny_model(tmp_path_factory.mktemp(family), family, **({"initializer_range": 0.2} | options))
+        return paths[key]
 
     return make
 

@@ -22,11 +22,11 @@ from sdk.reference import BOTH, make_batch, scale_of
 
 
 def test_every_rank_has_rows_of_its_own_and_is_collected() -> None:
-    planned = plan(FsdpConfig("x"), 4)
-    assert planned.route.dp_ranks == (0, 1, 2, 3)
-    assert planned.route.collected == {0, 1, 2, 3}
-    assert str(planned.layout) == "[fsdp=4]"
-    planned.route.check("train")
+    layout_plan = plan(FsdpConfig("x"), 4)
+    assert layout_plan.route.dp_ranks == (0, 1, 2, 3)
+    assert layout_plan.route.collected == {0, 1, 2, 3}
+    assert str(layout_plan.layout) == "[fsdp=4]"
+    layout_plan.route.check("train")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from core.batch import concat, take
 from core.rollout import SamplingParams
 from manymesh.parts.model_rollout import ModelRollout
-from manymesh.parts.padded_rows import cut, left_padded
+from manymesh.parts.padded_rows import left_padded, trim_rows
 from manymesh.parts.pretrained import load_causal_lm
 from manymesh.parts.rollout_checks import stop_ids
 from manymesh.parts.rollout_rows import answer_of_rows, check_prompts, no_responses, read_prompts, repeat_samples
@@ -61,13 +61,13 @@ class HfRollout(ModelRollout):
             ManymeshError: the model gave logits that are not finite.
         """
         version = self._ready().check_can_sample(min_version)
-        asked = read_prompts(prompts)
+        prompt_batch = read_prompts(prompts)
         config = self._model.config.get_text_config(decoder=True)
         context = getattr(config, "max_position_embeddings", None)
-        check_prompts(asked, config.vocab_size, context, sampling.max_new_tokens)
+        check_prompts(prompt_batch, config.vocab_size, context, sampling.max_new_tokens)
         ends = torch.tensor(stop_ids(sampling, self._eos, config.vocab_size), dtype=torch.int64, device=self._device)
         strings = stop_strings(sampling, self._tokenizer)
-        rows, sample = repeat_samples(asked, sampling.num_samples)
+        rows, sample = repeat_samples(prompt_batch, sampling.num_samples)
         uniforms = None
         if sampling.temperature:
             seed = int.from_bytes(os.urandom(8)) if sampling.seed is None else sampling.seed
@@ -107,7 +107,7 @@ class HfRollout(ModelRollout):
             stopping_criteria=StoppingCriteriaList([end]),
         )
         where = f"weight version {self.weight_version}, rank {self._mesh.rank}"
-        return cut(mask, sequences, sampler.log_probs, end.lengths, where)
+        return trim_rows(mask, sequences, sampler.log_probs, end.lengths, where)
 
     def score(self, sequences: TensorDict, *, temperature: float = 1.0, top_k: int = 0) -> TensorDict:
         """See `core.rollout.ScoringRollout.score`. Logits of a step take 512 MiB at most, whatever is scored.

@@ -12,9 +12,9 @@ from manymesh_hf.plan import plan
 
 
 def test_every_rank_is_its_own_dp_rank() -> None:
-    planned = plan(HfRolloutConfig("x"), 3, None)
-    assert (planned.layout, planned.views) == (MeshLayout.of(dp=3), {})
-    assert planned.route.dp_ranks == planned.route.collectors == (0, 1, 2)
+    layout_plan = plan(HfRolloutConfig("x"), 3, None)
+    assert (layout_plan.layout, layout_plan.views) == (MeshLayout.of(dp=3), {})
+    assert layout_plan.route.dp_ranks == layout_plan.route.collectors == (0, 1, 2)
     with pytest.raises(Refused, match="world size 0"):
         plan(HfRolloutConfig("x"), 0, None)
 

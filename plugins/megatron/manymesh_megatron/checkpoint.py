@@ -1,4 +1,4 @@
-"""Checkpoints of a Megatron engine: which pieces they hold, and how they are written while training goes on.
+"""Checkpoints of a Megatron engine: which shards they hold, and how they are written while training goes on.
 
 A checkpoint is read at any sizes of tp, pp, virtual stages, cp, dp, ep and etp, with or without the distributed
 optimizer. Random states are only of use at the same sizes, and are left alone at others.
@@ -23,11 +23,11 @@ from manymesh.parts import checkpoint_directory
 from manymesh.parts.agreement import agree
 from manymesh.parts.checkpoint_directory import Contents
 from manymesh_megatron.config import MegatronConfig
+from manymesh_megatron.engine_state import MegatronState
 from manymesh_megatron.groups import sizes
-from manymesh_megatron.loaded import Loaded
-from manymesh_megatron.pieces import Piece, State, state_of
 from manymesh_megatron.runtime import Runtime
-from manymesh_megatron.storage import Index, Written, write_index, write_pieces
+from manymesh_megatron.storage import Index, WriteResult, write_index, write_shards
+from manymesh_megatron.tensor_shards import RankTensors, TensorShard, rank_tensors
 
 
 @attrs.frozen(eq=False)
@@ -36,10 +36,10 @@ class _Pending:
 
     partial: Path
     contents: Contents
-    written: Future[Written]
+    result: Future[WriteResult]
 
 
-class Checkpoints:
+class Checkpointer:
     """Of one engine. All methods are collective; parameters and optimizer state are on the device.
 
     Args:
@@ -53,23 +53,23 @@ class Checkpoints:
         self._group = dist.group.WORLD
         self._pending: _Pending | None = None
 
-    def save(self, loaded: Loaded, path: str, step: int) -> None:
+    def save(self, state: MegatronState, path: str, step: int) -> None:
         """Raises Refused: on all ranks, where any cannot write. The engine and what was at `path` are untouched."""
         self.settle()
-        rank, contents = self._mesh.rank, self._contents(loaded, step)
-        pieces = [each for each in self._state(loaded).pieces if each.written]
-        pieces += [self._of_rank(name, each) for name, each in self._rng().items()]
-        if rank == 0 and loaded.optimizer is not None:
-            pieces.append(_count(loaded.optimizer.num_steps))
+        rank, contents = self._mesh.rank, self._contents(state, step)
+        shards = [each for each in self._tensors(state).shards if each.is_writer]
+        shards += [self._of_rank(name, each) for name, each in self._rng().items()]
+        if rank == 0 and state.optimizer is not None:
+            shards.append(_count(state.optimizer.num_steps))
         partial = checkpoint_directory.prepare(path, self._group)
         if self._config.async_checkpoint:
-            staged = _staged(pieces)
-            written = _in_background(lambda: write_pieces(partial, staged, rank))
-            self._pending = _Pending(partial, contents, written)
+            copies = _copy_to_host(shards)
+            result = _in_background(lambda: write_shards(partial, copies, rank))
+            self._pending = _Pending(partial, contents, result)
         else:
-            self._finish(partial, contents, lambda: write_pieces(partial, pieces, rank))
+            self._finish(partial, contents, lambda: write_shards(partial, shards, rank))
 
-    def load(self, loaded: Loaded, path: str) -> Contents:
+    def load(self, state: MegatronState, path: str) -> Contents:
         """Takes host memory for this rank's share of the state, for the time.
 
         Raises:
@@ -77,27 +77,27 @@ class Checkpoints:
                 can be read.
         """
         self.settle()
-        have = checkpoint_directory.check(path, self._contents(loaded, 0), self._group)
-        state, optimizer = self._state(loaded), loaded.optimizer
+        have = checkpoint_directory.check(path, self._contents(state, 0), self._group)
+        tensors, optimizer = self._tensors(state), state.optimizer
         count, rng = _count(0), {name: self._of_rank(name, each) for name, each in self._rng().items()}
-        pieces, values = state.pieces + ([count] if optimizer is not None else []), []
+        shards, values = tensors.shards + ([count] if optimizer is not None else []), []
         problem: Refused | None = None
         try:
             index = Index(path)
             if not all(each.name in index.tensors for each in rng.values()):
                 rng = {}  # of other sizes
-            pieces += rng.values()
+            shards += rng.values()
             # Not in place: if it cannot be read to its end, nothing has changed.
-            values = index.read(pieces)
+            values = index.read(shards)
         except Refused as error:
             problem = error
         agree(self._group, problem)
-        for piece, value in zip(pieces, values, strict=True):
-            piece.tensor.copy_(value)
-        for padding in state.padding:
+        for shard, value in zip(shards, values, strict=True):
+            shard.tensor.copy_(value)
+        for padding in tensors.padding:
             padding.zero_()
         if rng:
-            self._set_rng({name: piece.tensor for name, piece in rng.items()})
+            self._set_rng({name: shard.tensor for name, shard in rng.items()})
         if optimizer is not None:
             optimizer.num_steps, optimizer.schedule_step = int(count.tensor), have.schedule_step
         return have
@@ -106,9 +106,9 @@ class Checkpoints:
         """Finish what is pending if all ranks have written; one small all-reduce while something is."""
         if self._pending is None:
             return
-        done = torch.tensor(int(self._pending.written.done()), device=self._runtime.device)
-        dist.all_reduce(done, op=dist.ReduceOp.MIN, group=self._group)
-        if int(done):
+        is_written = torch.tensor(int(self._pending.result.done()), device=self._runtime.device)
+        dist.all_reduce(is_written, op=dist.ReduceOp.MIN, group=self._group)
+        if int(is_written):
             self.settle()
 
     def settle(self) -> None:
@@ -119,83 +119,83 @@ class Checkpoints:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            self._finish(pending.partial, pending.contents, pending.written.result)
+            self._finish(pending.partial, pending.contents, pending.result.result)
 
-    def _finish(self, partial: Path, contents: Contents, job: Callable[[], Written]) -> None:
-        written: list[Written] = []
+    def _finish(self, partial: Path, contents: Contents, job: Callable[[], WriteResult]) -> None:
+        results: list[WriteResult] = []
         try:
-            checkpoint_directory.write(partial, lambda _: written.append(job()), self._group)
-            checkpoint_directory.write(partial, lambda _: write_index(partial, written[0], self._group), self._group)
+            checkpoint_directory.write(partial, lambda _: results.append(job()), self._group)
+            checkpoint_directory.write(partial, lambda _: write_index(partial, results[0], self._group), self._group)
             checkpoint_directory.finish(partial, contents, self._group)
         except Refused:
             checkpoint_directory.discard(partial, self._group)
             raise
 
-    def _state(self, loaded: Loaded) -> State:
-        state, problem = State([], []), None
+    def _tensors(self, state: MegatronState) -> RankTensors:
+        tensors, problem = RankTensors([], []), None
         try:
             with self._runtime.scope():
-                state = state_of(loaded.models, loaded.optimizer, self._model.vocab_size)
+                tensors = rank_tensors(state.models, state.optimizer, self._model.vocab_size)
         except Refused as error:
             problem = error
         agree(self._group, problem)
-        return state
+        return tensors
 
-    def _contents(self, loaded: Loaded, step: int) -> Contents:
+    def _contents(self, state: MegatronState, step: int) -> Contents:
         return Contents(
             engine="megatron",
             step=step,
-            schedule_step=loaded.optimizer.schedule_step if loaded.optimizer else 0,
+            schedule_step=state.optimizer.schedule_step if state.optimizer else 0,
             model_type=self._model.model_type,
             world_size=self._mesh.layout.world_size,
-            parameters={spec.name: list(spec.shape) for spec in loaded.weights.specs()},
-            optimizer=loaded.optimizer is not None,
+            parameters={spec.name: list(spec.shape) for spec in state.weights.specs()},
+            optimizer=state.optimizer is not None,
         )
 
     def _rng(self) -> dict[str, torch.Tensor]:
         """Copies of this rank's random states."""
         states = checkpoint_directory.rng_tensors(self._runtime.device, self._mesh.rank)
         with self._runtime.scope():
-            tracked = get_cuda_rng_tracker().get_states()
-        states |= {name: each for name, each in tracked.items() if isinstance(each, torch.Tensor)}
+            trackers = get_cuda_rng_tracker().get_states()
+        states |= {name: each for name, each in trackers.items() if isinstance(each, torch.Tensor)}
         return {name: each.clone() for name, each in states.items()}
 
     def _set_rng(self, states: dict[str, torch.Tensor]) -> None:
         checkpoint_directory.set_rng(states, self._runtime.device, self._mesh.rank)
         with self._runtime.scope():
             tracker = get_cuda_rng_tracker()
-            known = tracker.get_states()
-            tracker.set_states(known | {name: each for name, each in states.items() if name in known})
+            previous = tracker.get_states()
+            tracker.set_states(previous | {name: each for name, each in states.items() if name in previous})
 
-    def _of_rank(self, name: str, tensor: torch.Tensor) -> Piece:
-        """A piece under a name that only the same rank of the same layout gives it."""
+    def _of_rank(self, name: str, tensor: torch.Tensor) -> TensorShard:
+        """A shard under a name that only the same rank of the same layout gives it."""
         layout = "-".join(str(each) for each in (self._mesh.layout.world_size, *sizes(self._config)))
         return _whole(f"{name}.rank{self._mesh.rank}.{layout}", tensor)
 
 
-def _count(num_steps: int) -> Piece:
+def _count(num_steps: int) -> TensorShard:
     return _whole("optimizer.step", torch.tensor([num_steps]))
 
 
-def _whole(name: str, tensor: torch.Tensor) -> Piece:
-    return Piece(name, (name,), tensor, (0,) * tensor.dim(), tuple(tensor.shape), written=True)
+def _whole(name: str, tensor: torch.Tensor) -> TensorShard:
+    return TensorShard(name, (name,), tensor, (0,) * tensor.dim(), tuple(tensor.shape), is_writer=True)
 
 
-def _staged(pieces: Sequence[Piece]) -> list[Piece]:
+def _copy_to_host(shards: Sequence[TensorShard]) -> list[TensorShard]:
     """Copies on the host, made when this returns."""
-    made = []
-    for piece in pieces:
-        on_device = piece.tensor.device.type != "cpu"
-        copy = torch.empty_like(piece.tensor, device="cpu", pin_memory=on_device)
-        made.append(attrs.evolve(piece, tensor=copy.copy_(piece.tensor, non_blocking=on_device)))
+    copies = []
+    for shard in shards:
+        on_device = shard.tensor.device.type != "cpu"
+        copy = torch.empty_like(shard.tensor, device="cpu", pin_memory=on_device)
+        copies.append(attrs.evolve(shard, tensor=copy.copy_(shard.tensor, non_blocking=on_device)))
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return made
+    return copies
 
 
-def _in_background(function: Callable[[], Written]) -> Future[Written]:
+def _in_background(function: Callable[[], WriteResult]) -> Future[WriteResult]:
     """In a thread that the process doesn't wait for when it ends: the checkpoint then never gets its name."""
-    future: Future[Written] = Future()
+    future: Future[WriteResult] = Future()
 
     def run() -> None:
         try:

@@ -30,15 +30,15 @@ def on_cpu() -> Iterator[None]:
     if isinstance(torch.overrides._get_current_function_mode(), _CudaIsCpu):
         yield  # a call within a call
         return
-    replaced = []
+    originals = []
     try:
         for owner, name, value in _replacements():
-            replaced.append((owner, name, getattr(owner, name, _MISSING)))
+            originals.append((owner, name, getattr(owner, name, _MISSING)))
             setattr(owner, name, value)
         with _CudaIsCpu():
             yield
     finally:
-        for owner, name, value in reversed(replaced):
+        for owner, name, value in reversed(originals):
             delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
 
 
@@ -53,7 +53,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     def rng_state(*_: Any, **__: Any) -> torch.Tensor:
         return torch.get_rng_state()
 
-    made: list[tuple[Any, str, Any]] = [
+    replacements: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: CPU),
         (torch.cuda, "synchronize", lambda *_, **__: None),
         (torch.cuda, "manual_seed", torch.manual_seed),
@@ -62,10 +62,10 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (rng, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
         (torch.cuda, "Stream", _Stream),  # a class: modules imported meanwhile annotate with it
     ]
-    made += [(torch.cuda, name, give_stream) for name in ("current_stream", "default_stream", "stream")]
+    replacements += [(torch.cuda, name, give_stream) for name in ("current_stream", "default_stream", "stream")]
     if not hasattr(moe, "te_general_gemm"):  # 0.16: a name that exists only with TransformerEngine, and is asked for
-        made.append((moe, "te_general_gemm", None))
-    return made
+        replacements.append((moe, "te_general_gemm", None))
+    return replacements
 
 
 class _Stream:
@@ -133,8 +133,8 @@ def _run_backward(
 ) -> None:
     # What torch.autograd.backward does, without its checks: that function would leave the mode again.
     tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
-    given = grad_tensors if isinstance(grad_tensors, tuple | list) else (grad_tensors,) * len(tensors)
-    grads = tuple(torch.ones_like(t) if g is None else g for t, g in zip(tensors, given, strict=True))
+    seeds = grad_tensors if isinstance(grad_tensors, tuple | list) else (grad_tensors,) * len(tensors)
+    grads = tuple(torch.ones_like(t) if g is None else g for t, g in zip(tensors, seeds, strict=True))
     Variable._execution_engine.run_backward(
         tensors, grads, bool(retain_graph), create_graph, (), allow_unreachable=True, accumulate_grad=True
     )

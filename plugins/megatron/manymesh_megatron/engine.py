@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import manymesh_megatron.quiet  # isort: skip  # noqa: F401  # before megatron is imported
+import manymesh_megatron.import_warnings  # isort: skip  # noqa: F401  # before megatron is imported
 import attrs
 import torch
 import torch.distributed as dist
@@ -27,23 +27,23 @@ from core.manifest import ModelFacts
 from core.mesh import RankMesh
 from manymesh.parts.agreement import agree, on_first_rank
 from manymesh.parts.engine_base import OffloadEngineBase, Part, require_world
-from manymesh_megatron.checkpoint import Checkpoints
+from manymesh_megatron.checkpoint import Checkpointer
 from manymesh_megatron.config import MegatronConfig
 from manymesh_megatron.ddp import in_ddp
+from manymesh_megatron.engine_state import MegatronState
 from manymesh_megatron.groups import close_groups, group_along, open_groups
-from manymesh_megatron.loaded import Loaded
 from manymesh_megatron.model import build_chunks, start_value_head, transformer_config
 from manymesh_megatron.offload import Parked, gradient_tensors, parameter_tensors, state_tensors
 from manymesh_megatron.optimizer import ScheduledOptimizer
 from manymesh_megatron.plan import plan
 from manymesh_megatron.runtime import Runtime
 from manymesh_megatron.schedule import Step, check_shapes, common_shapes
-from manymesh_megatron.weights import NamedWeights
+from manymesh_megatron.weights import MegatronWeights
 
 _logger = logging.getLogger(__name__)
 
 
-class MegatronEngine(OffloadEngineBase[Loaded]):
+class MegatronEngine(OffloadEngineBase[MegatronState]):
     """Meets `core.engine.Engine`, `OffloadEngine` and `CheckpointEngine`.
 
     The default process group spans the engine's ranks.
@@ -64,20 +64,20 @@ class MegatronEngine(OffloadEngineBase[Loaded]):
         self._runtime = Runtime.choose(config, device)
         world = dist.group.WORLD
         self._model: ModelFacts = on_first_rank(world, lambda: ModelFacts.read(config.model))
-        planned = plan(config, dist.get_world_size(), self._model)
-        limits = planned.limits
+        layout_plan = plan(config, dist.get_world_size(), self._model)
+        limits = layout_plan.limits
         if self._value_head:
             limits = attrs.evolve(limits, outputs=frozenset({"values"}))
         if dist.get_rank() == 0:
-            for note in planned.notes:
+            for note in layout_plan.notes:
                 _logger.info(note)
         with self._runtime.scope():
             open_groups(self, config)
-        mesh = RankMesh(planned.layout, dist.get_rank(), planned.route, group_along)
+        mesh = RankMesh(layout_plan.layout, dist.get_rank(), layout_plan.route, group_along)
         super().__init__(mesh, limits, parameters=config.offload_parameters, optimizer=config.offload_optimizer)
         self._parked: dict[Part, list[Parked]] = {}
         self._one_shape = config.moe_dispatcher == "allgather" and self._mesh.dp_size > 1
-        self._checkpoints = Checkpoints(config, self._model, self._runtime, self._mesh)
+        self._checkpointer = Checkpointer(config, self._model, self._runtime, self._mesh)
 
     def initialize(self) -> None:
         """Collective: build this rank's stages, read their weights, and make the optimizer.
@@ -92,7 +92,7 @@ class MegatronEngine(OffloadEngineBase[Loaded]):
             transformer = transformer_config(config, self._model, self._runtime)
             models = build_chunks(config, transformer, self._model, self._runtime, value_head=self._value_head)
             groups = ProcessGroupCollection.use_mpu_process_groups()
-            weights = NamedWeights(models, transformer, self._model, groups, value_head=self._value_head)
+            weights = MegatronWeights(models, transformer, self._model, groups, value_head=self._value_head)
             start_value_head(models, config.seed)
             self._read(weights)
             chunks: list[Any] = list(models)
@@ -100,11 +100,11 @@ class MegatronEngine(OffloadEngineBase[Loaded]):
             if config.trainable:
                 chunks = in_ddp(models, transformer, config)
                 optimizer = ScheduledOptimizer(chunks, config)
-        self._loaded = Loaded(models, chunks, transformer, weights, optimizer)
+        self._state = MegatronState(models, chunks, transformer, weights, optimizer)
         self._hooks(False)
-        self._hold(self._loaded)
+        self._hold(self._state)
 
-    def _read(self, weights: NamedWeights) -> None:
+    def _read(self, weights: MegatronWeights) -> None:
         problem: Refused | None = None
         try:
             weights.read_directory(self._model.path)
@@ -113,20 +113,20 @@ class MegatronEngine(OffloadEngineBase[Loaded]):
         agree(dist.group.WORLD, problem)
 
     def _set_training(self, training: bool) -> bool:
-        loaded = self._ready()
-        before = bool(loaded.chunks[0].training)
-        for chunk in loaded.chunks:
+        state = self._ready()
+        before = bool(state.chunks[0].training)
+        for chunk in state.chunks:
             chunk.train(training)
         self._hooks(training)
         return before
 
     def _hooks(self, gathering: bool) -> None:
         """With overlap_param_gather, parameters are whole only in forward passes under these hooks, or without them."""
-        loaded = self._ready()
-        if not (self._config.overlap_param_gather and loaded.optimizer):
+        state = self._ready()
+        if not (self._config.overlap_param_gather and state.optimizer):
             return
         with self._runtime.scope():
-            for chunk in loaded.chunks:
+            for chunk in state.chunks:
                 on = bool(chunk.remove_forward_pre_hook_handles)
                 if gathering and not on:
                     chunk.enable_forward_pre_hook()
@@ -150,18 +150,18 @@ class MegatronEngine(OffloadEngineBase[Loaded]):
                 of micro-batches that the schedule cannot run, weights that are on CPU, or training without a loss, or
                 of an engine that is not trainable.
         """
-        wanted = self._check_pass(micro_batches, loss_fn, outputs, temperature=temperature, forward_only=forward_only)
-        loaded = self._ready()
+        needs = self._check_pass(micro_batches, loss_fn, outputs, temperature=temperature, forward_only=forward_only)
+        state = self._ready()
         check_shapes(self._limits, micro_batches)
         step = Step(
-            models=loaded.chunks,
+            models=state.chunks,
             micro_batches=micro_batches,
             loss_fn=loss_fn,
             scale=scale,
             temperature=temperature,
             forward_only=forward_only,
             outputs=outputs,
-            wanted=wanted,
+            needs=needs,
             limits=self._limits,
             vocab_size=self._model.vocab_size or 0,
             device=self._runtime.device,
@@ -175,17 +175,17 @@ class MegatronEngine(OffloadEngineBase[Loaded]):
             if not forward_only:
                 self.optimizer_zero_grad()
             raise
-        loaded.has_gradients |= not forward_only
+        state.has_gradients |= not forward_only
         return results if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None
 
     def optimizer_zero_grad(self) -> None:
         optimizer = self._training()
-        loaded = self._ready()
-        loaded.has_gradients = False
+        state = self._ready()
+        state.has_gradients = False
         if "model" in self._away:
             return  # gradients come back as zeros
         with self._runtime.scope():
-            for chunk in loaded.chunks:
+            for chunk in state.chunks:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
 
@@ -196,7 +196,7 @@ class MegatronEngine(OffloadEngineBase[Loaded]):
         self._check_on_device("model", "optimizer")
         if not self._ready().has_gradients:
             raise Refused("there is no gradient to step with", mend="call forward_backward between zero_grad and step")
-        self._checkpoints.poll()
+        self._checkpointer.poll()
         with self._runtime.scope():
             return optimizer.step()
 
@@ -220,28 +220,28 @@ class MegatronEngine(OffloadEngineBase[Loaded]):
             Refused: an unknown or doubled name or a wrong shape, at once; missing names, at the end. What came
                 before is loaded then.
         """
-        loaded = self._ready()
+        state = self._ready()
         with self.eval_mode():
             try:
-                loaded.weights.load(stream)
+                state.weights.load(stream)
             finally:
-                if loaded.optimizer is not None:
+                if state.optimizer is not None:
                     with self._runtime.scope():
-                        loaded.optimizer.take_weights()
+                        state.optimizer.take_weights()
 
     def _move(self, part: Part, device: Literal["cpu", "device"]) -> None:
         """Gradients are not kept on the way to the CPU: they come back as zeros, with the parameters."""
-        loaded = self._ready()
+        state = self._ready()
         if device == "device":
-            for parked in self._parked.pop(part):
-                parked.restore()
+            for memory in self._parked.pop(part):
+                memory.restore()
         elif part == "model":
-            self._parked[part] = [Parked(parameter_tensors(loaded.models))]
-            if loaded.optimizer is not None:
-                self._parked[part].append(Parked(gradient_tensors(loaded.chunks), keep=False))
-                loaded.has_gradients = False
-        elif loaded.optimizer is not None:
-            self._parked[part] = [Parked(state_tensors(loaded.optimizer))]
+            self._parked[part] = [Parked(parameter_tensors(state.models))]
+            if state.optimizer is not None:
+                self._parked[part].append(Parked(gradient_tensors(state.chunks), keep=False))
+                state.has_gradients = False
+        elif state.optimizer is not None:
+            self._parked[part] = [Parked(state_tensors(state.optimizer))]
 
     def _free_cache(self) -> None:
         self._runtime.free_cache()
@@ -252,8 +252,8 @@ class MegatronEngine(OffloadEngineBase[Loaded]):
         Raises:
             Refused: on all ranks, where any cannot write. The engine and what was at `path` are untouched.
         """
-        with self._all_there() as loaded:
-            self._checkpoints.save(loaded, path, step)
+        with self._all_there() as state:
+            self._checkpointer.save(state, path, step)
 
     def load_checkpoint(self, path: str) -> int:
         """Collective. Model, optimizer, schedule and, of the same sizes, random states; gives the step.
@@ -262,21 +262,21 @@ class MegatronEngine(OffloadEngineBase[Loaded]):
             Refused: on all ranks and with nothing changed, where there is no checkpoint, it is damaged, or it is of
                 another model.
         """
-        with self._all_there() as loaded:
-            have = self._checkpoints.load(loaded, path)
-            if loaded.optimizer is not None:
+        with self._all_there() as state:
+            have = self._checkpointer.load(state, path)
+            if state.optimizer is not None:
                 self.optimizer_zero_grad()
         return have.step
 
     @contextmanager
-    def _all_there(self) -> Iterator[Loaded]:
+    def _all_there(self) -> Iterator[MegatronState]:
         """Parameters, whole, and optimizer state on the device; what was away is sent away again."""
-        loaded = self._ready()
+        state = self._ready()
         model, optimizer = "model" in self._away, "optimizer" in self._away
         self.to("device", model=model, optimizer=optimizer, grad=model)
         try:
             with self.eval_mode():
-                yield loaded
+                yield state
         finally:
             self.to("cpu", model=model, optimizer=optimizer, grad=model)
 
@@ -286,7 +286,7 @@ class MegatronEngine(OffloadEngineBase[Loaded]):
         Raises Refused on all ranks, when all else is done, where a checkpoint could not be written in the background.
         """
         try:
-            self._checkpoints.settle()
+            self._checkpointer.settle()
         finally:
             super().shutdown()
             self._parked.clear()

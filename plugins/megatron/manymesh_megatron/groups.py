@@ -35,17 +35,17 @@ def open_groups(user: Any, config: MegatronConfig) -> None:
     Raises:
         Refused: an engine in this process uses another layout.
     """
-    wanted = sizes(config)
-    used = next(iter(_users.values()), None)
-    if used is not None and used != wanted:
+    layout = sizes(config)
+    open_layout = next(iter(_users.values()), None)
+    if open_layout is not None and open_layout != layout:
         names = "tensor, pipeline, virtual pipeline, context, expert, expert tensor, order"
         raise Refused(
             "the Megatron engines of one process share one layout, since megatron-core keeps it in globals",
-            have=f"{used} ({names})",
-            want=wanted,
+            have=f"{open_layout} ({names})",
+            want=layout,
             mend="give actor and reference the same sizes, or put them into groups of their own",
         )
-    if used is None:
+    if open_layout is None:
         set_variables()
         destroy_groups()
         parallel_state.initialize_model_parallel(
@@ -58,7 +58,7 @@ def open_groups(user: Any, config: MegatronConfig) -> None:
             order=config.order,
             create_gloo_process_groups=False,
         )
-    _users[user] = wanted
+    _users[user] = layout
 
 
 def close_groups(user: Any) -> None:
@@ -70,9 +70,9 @@ def close_groups(user: Any) -> None:
 
 def destroy_groups() -> None:
     """Collective. megatron only forgets its groups, and each keeps threads and sockets or device memory."""
-    made = [each for each in (parallel_state._global_process_group_list or ()) if each is not None]
+    groups = [each for each in (parallel_state._global_process_group_list or ()) if each is not None]
     parallel_state.destroy_model_parallel()
-    for group in made:
+    for group in groups:
         if group != dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
 

@@ -70,18 +70,18 @@ def transformer_config(config: MegatronConfig, model: ModelFacts, runtime: Runti
         **_pipeline(config),
         **runtime.transformer,
     }
-    known = set(TransformerConfig.__dataclass_fields__)
+    known_fields = set(TransformerConfig.__dataclass_fields__)
     for name in config.transformer:
-        if name not in known:
+        if name not in known_fields:
             raise ConfigError(
                 f"megatron's TransformerConfig has no field {name!r}",
                 where=f"transformer.{name}",
-                mend=did_you_mean(name, known),
+                mend=did_you_mean(name, known_fields),
             )
     try:
         # What a version of megatron doesn't have is what it doesn't need.
         return TransformerConfig(
-            **{**{name: value for name, value in fields.items() if name in known}, **config.transformer}
+            **{**{name: value for name, value in fields.items() if name in known_fields}, **config.transformer}
         )
     except (AssertionError, ValueError, RuntimeError) as error:
         raise Refused(
@@ -129,9 +129,9 @@ def start_value_head(chunks: list[GPTModel], seed: int, std: float = 0.02) -> No
     """Random weights for a head that no checkpoint has, the same on all ranks that hold it."""
     for chunk in chunks:
         if isinstance(head := getattr(chunk, "output_layer", None), ValueHead):
-            made = torch.empty(head.weight.shape).normal_(std=std, generator=torch.Generator().manual_seed(seed))
+            weight = torch.empty(head.weight.shape).normal_(std=std, generator=torch.Generator().manual_seed(seed))
             with torch.no_grad():
-                head.weight.copy_(made)
+                head.weight.copy_(weight)
                 head.bias.zero_()
 
 

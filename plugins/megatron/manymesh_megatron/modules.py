@@ -34,7 +34,7 @@ class RMSNorm(torch.nn.Module):
 class Attention(MegatronModule):
     """Causal core attention by torch's scaled_dot_product_attention.
 
-    With context parallel each rank has the queries of two pieces of a row, the r-th from the front and the r-th from
+    With context parallel each rank has the queries of two chunks of a row, the r-th from the front and the r-th from
     the back of 2 x cp (as megatron cuts them, so that the causal work is equal), and gathers keys and values of all.
     """
 
@@ -77,14 +77,14 @@ class Attention(MegatronModule):
             both = gather_from_sequence_parallel_region(
                 torch.stack((key, value)).transpose(0, 1), tensor_parallel_output_grad=True, group=self._cp
             )
-            pieces = both.chunk(2 * size)
-            key, value = torch.cat([pieces[i] for i in from_zigzag(size)]).unbind(1)
+            chunks = both.chunk(2 * size)
+            key, value = torch.cat([chunks[i] for i in from_zigzag(size)]).unbind(1)
             tokens = torch.arange(key.shape[0], device=key.device)
             mine = torch.cat([tokens.chunk(2 * size)[i] for i in zigzag(self._cp.rank(), size)])
             mask = mine[:, None] >= tokens
         q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
-        made = self._attend(q, k, v, mask)
-        return made.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+        values = self._attend(q, k, v, mask)
+        return values.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
     def _packed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: list[int]) -> torch.Tensor:
         """(all tokens, heads, dim), row by row: a mask of all tokens by all tokens would cost more."""
@@ -103,12 +103,12 @@ class Attention(MegatronModule):
 
 
 def zigzag(rank: int, size: int) -> tuple[int, int]:
-    """Which of the 2 x size pieces of a row a context-parallel rank has."""
+    """Which of the 2 x size chunks of a row a context-parallel rank has."""
     return rank, 2 * size - 1 - rank
 
 
 def from_zigzag(size: int) -> list[int]:
-    """Where the pieces 0, 1, 2, ... stand when the ranks' pieces are put one after another."""
+    """Where the chunks 0, 1, 2, ... stand when the ranks' chunks are put one after another."""
     order = [piece for rank in range(size) for piece in zigzag(rank, size)]
     return [order.index(piece) for piece in range(2 * size)]
 
@@ -140,12 +140,12 @@ def read_without_gradient(embedding: torch.nn.Module, token: int, tp: Any) -> No
     A zero row, as padding's is in a new model, would have a gradient a thousand times that of the others.
     """
 
-    def hook(_: torch.nn.Module, args: Any, named: Any, made: torch.Tensor) -> torch.Tensor:
-        # (tokens, rows), as made is (tokens, rows, hidden_size). Stages send what lies in this order only.
-        ids = named["input_ids"].t().contiguous()
-        if len(made) < len(ids):  # sequence parallel: this rank's tokens
+    def hook(_: torch.nn.Module, args: Any, kwargs: Any, vectors: torch.Tensor) -> torch.Tensor:
+        # (tokens, rows), as the vectors are (tokens, rows, hidden_size). Stages send what lies in this order only.
+        ids = kwargs["input_ids"].t().contiguous()
+        if len(vectors) < len(ids):  # sequence parallel: this rank's tokens
             ids = ids.chunk(tp.size())[tp.rank()]
-        return torch.where((ids == token)[..., None], made.detach(), made)
+        return torch.where((ids == token)[..., None], vectors.detach(), vectors)
 
     embedding.register_forward_hook(hook, with_kwargs=True)
 

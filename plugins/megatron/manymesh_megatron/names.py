@@ -105,14 +105,14 @@ def saved_as(name: str, *, tied: bool = False, value_head: bool = False) -> Save
     if name in outer:
         kind, saved, layer = outer[name]
         return SavedAs(kind, (saved,), None, (layer, -1, list(outer).index(name)))
-    if not (split := re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)):
+    if not (layer_match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)):
         return None
     for position, (pattern, kind, templates) in enumerate(_LAYER):
-        if found := re.fullmatch(pattern, split[2]):
-            names = tuple(f"model.layers.{split[1]}.{found.expand(template)}" for template in templates)
-            number = found.groupdict().get("expert")
+        if match := re.fullmatch(pattern, layer_match[2]):
+            names = tuple(f"model.layers.{layer_match[1]}.{match.expand(template)}" for template in templates)
+            number = match.groupdict().get("expert")
             expert = None if number is None else int(number)
-            return SavedAs(kind, names, expert, (int(split[1]), -1 if expert is None else expert, position))
+            return SavedAs(kind, names, expert, (int(layer_match[1]), -1 if expert is None else expert, position))
     return None
 
 

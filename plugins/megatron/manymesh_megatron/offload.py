@@ -24,12 +24,12 @@ class Parked:
             keep: keep their values; else they come back as zeros (gradients between steps).
         """
         self._away: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
-        seen: set[int] = set()
+        addresses: set[int] = set()
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() in seen or not storage.nbytes():
+            if storage.data_ptr() in addresses or not storage.nbytes():
                 continue
-            seen.add(storage.data_ptr())
+            addresses.add(storage.data_ptr())
             self._away.append((storage, storage.nbytes(), _to_cpu(storage) if keep else None))
         for storage, _, _ in self._away:
             storage.resize_(0)
@@ -60,12 +60,12 @@ def gradient_tensors(chunks: Sequence[Any]) -> list[torch.Tensor]:
 
 def state_tensors(optimizer: ScheduledOptimizer) -> list[torch.Tensor]:
     """Moments and fp32 parameters. The latter are the model's own memory where the model is fp32: that is not moved."""
-    owned: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for part in optimizer.parts:
-        owned += [each for state in part.optimizer.state.values() for each in state.values() if _movable(each)]
+        tensors += [each for state in part.optimizer.state.values() for each in state.values() if _movable(each)]
         for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):
-            owned += [each.data for group in getattr(part, name, ()) for each in group if each is not None]
-    return owned
+            tensors += [each.data for group in getattr(part, name, ()) for each in group if each is not None]
+    return tensors
 
 
 def _movable(value: Any) -> bool:

@@ -90,7 +90,7 @@ class ScheduledOptimizer(Scheduled):
                 for state in part.optimizer.state.values():
                     state.setdefault("step", torch.tensor(0.0))
         mains = [{id(main) for group in part.optimizer.param_groups for main in group["params"]} for part in self.parts]
-        found = {}
+        shares = {}
         for parameter in parameters:
             for part, own in zip(self.parts, mains, strict=True):
                 main, start = _main(part, parameter)
@@ -99,8 +99,8 @@ class ScheduledOptimizer(Scheduled):
                     tensors = {name: state[name].view(-1) for name in MOMENTS}
                     if main.dtype != parameter.dtype:
                         tensors[MASTER] = main.detach().view(-1)
-                    found[id(parameter)] = Share(start, tensors, isinstance(part, DistributedOptimizer))
-        return found
+                    shares[id(parameter)] = Share(start, tensors, isinstance(part, DistributedOptimizer))
+        return shares
 
     @property
     def num_steps(self) -> int:
@@ -116,11 +116,11 @@ class ScheduledOptimizer(Scheduled):
                 each["step"] = number
 
     def _counting(self) -> list[dict[str, Any]]:
-        made: list[dict[str, Any]] = []
+        groups: list[dict[str, Any]] = []
         for part in self.parts:
             inner = part.optimizer
-            made += inner.state.values() if isinstance(inner, torch.optim.AdamW) else inner.param_groups
-        return made
+            groups += inner.state.values() if isinstance(inner, torch.optim.AdamW) else inner.param_groups
+        return groups
 
     def take_weights(self) -> None:
         """Copy the model's parameters into the optimizer's own fp32 ones, after they were loaded."""

@@ -64,18 +64,18 @@ def _layout(config: MegatronConfig, world_size: int, axes: dict[str, str]) -> Me
         "ep": config.expert_parallel,
         "pp": config.pipeline_parallel,
     }
-    named = [axes[axis] for axis in config.order.split("-") if axis in axes]
+    order = [axes[axis] for axis in config.order.split("-") if axis in axes]
     rest = next(axis for axis in axes.values() if axis.endswith("dp"))
     sizes[rest] = world_size // prod(sizes[axis] for axis in axes.values() if axis != rest)
     for token, axis in axes.items():
-        if axis not in named and sizes[axis] > 1:
+        if axis not in order and sizes[axis] > 1:
             raise Refused(
                 f"order leaves out the axis {token!r}, and there are {sizes[axis]} ranks along it",
                 have=f"order={config.order!r}",
                 want=f"an order with {token!r} in it",
                 mend=f"set order={_pp_last(config.order, token)!r}",
             )
-    outermost_first = [*(axis for axis in axes.values() if axis not in named), *reversed(named)]
+    outermost_first = [*(axis for axis in axes.values() if axis not in order), *reversed(order)]
     return MeshLayout.of(**{axis: sizes[axis] for axis in outermost_first})
 
 

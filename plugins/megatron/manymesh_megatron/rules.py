@@ -49,8 +49,8 @@ def _refusal(
         options.append("tensor_parallel")
     for option in options:
         about = [each for each in rules if each.is_about(option, config)]
-        tried = ((value, attrs.evolve(config, **{option: value})) for value in _values(option, world_size, model))
-        values = [value for value, other in tried if all(each.holds(other, world_size, model) for each in about)]
+        candidates = ((value, attrs.evolve(config, **{option: value})) for value in _values(option, world_size, model))
+        values = [value for value, other in candidates if all(each.holds(other, world_size, model) for each in about)]
         if values:
             legal[option] = values
     have = [_told(option, config) for option in options]

@@ -39,17 +39,19 @@ class Runtime:
     def choose(cls, config: MegatronConfig, device: str | None) -> Runtime:
         """Raises Refused: no such device, or TransformerEngine's layers where it isn't."""
         set_variables()
-        chosen = choose_device(device)
-        on_cuda = chosen.type == "cuda"
+        torch_device = choose_device(device)
+        on_cuda = torch_device.type == "cuda"
         have = on_cuda and importlib.util.find_spec("transformer_engine") is not None
         if config.layer_spec == "transformer_engine" and not have:
             raise Refused(
                 "TransformerEngine's layers need CUDA and the package transformer-engine",
-                have=f"device {chosen}, the package is {'' if have else 'not '}usable",
+                have=f"device {torch_device}, the package is {'' if have else 'not '}usable",
                 mend="install transformer-engine[pytorch], or set layer_spec='auto'",
             )
         transformer_engine = have and config.layer_spec != "local"
-        return cls(chosen, nullcontext if on_cuda else on_cpu, transformer_engine, _fused(transformer_engine, on_cuda))
+        return cls(
+            torch_device, nullcontext if on_cuda else on_cpu, transformer_engine, _fused(transformer_engine, on_cuda)
+        )
 
     def block_spec(self, config: Any, vp_stage: int | None) -> Any:
         """megatron's spec of the layers of one (virtual) stage."""

@@ -18,7 +18,7 @@ from core.loss import LossFn, LossScale, Metric
 from core.manifest import Limits
 from manymesh.parts.log_probs import named_outputs, vocab_log_probs
 from manymesh.parts.micro_batches import check_loss
-from manymesh_megatron.rows import Rows
+from manymesh_megatron.model_input import ModelInput
 
 
 def check_shapes(limits: Limits, micro_batches: Sequence[TensorDict]) -> None:
@@ -48,7 +48,7 @@ class Step:
     Attributes:
         models: this rank's stages, in virtual order.
         outputs: to keep, in a forward pass.
-        wanted: to make: these, and what the loss needs.
+        needs: to compute: these, and what the loss needs.
         vocab_size: without padding.
         multiple: of the number of packed tokens.
         shapes: of each micro-batch, at least, where all ranks must run one shape.
@@ -61,7 +61,7 @@ class Step:
     temperature: float
     forward_only: bool
     outputs: frozenset[str]
-    wanted: frozenset[str]
+    needs: frozenset[str]
     limits: Limits
     vocab_size: int
     device: torch.device
@@ -93,45 +93,45 @@ class Step:
             batch = (batch if last else batch.select("input_ids", "attention_mask")).to(self.device)
         cp = parallel_state.get_context_parallel_group()
         shape = self.shapes[number] if self.shapes else None
-        teacher_ids = batch.get("teacher_ids", None) if "top_log_probs" in self.wanted else None
-        rows = Rows.of(
+        teacher_ids = batch.get("teacher_ids", None) if "top_log_probs" in self.needs else None
+        inputs = ModelInput.of(
             batch, cp, packed=self.limits.packed, multiple=self.multiple, shape=shape, teacher_ids=teacher_ids
         )
-        made = model(rows.ids, rows.positions, None, packed_seq_params=rows.packed)
-        return made, lambda output: self._loss(output, rows, batch)
+        output = model(inputs.ids, inputs.positions, None, packed_seq_params=inputs.packed)
+        return output, lambda output: self._loss(output, inputs, batch)
 
     def _loss(
-        self, output: torch.Tensor, rows: Rows, batch: TensorDict
+        self, output: torch.Tensor, inputs: ModelInput, batch: TensorDict
     ) -> tuple[torch.Tensor, torch.Tensor, MicroResult]:
         """(share of the loss, nothing for megatron to divide by, what the engine returns)."""
-        made = self._outputs(output, rows)
+        values = self._outputs(output, inputs)
         share = output.new_zeros((), dtype=torch.float32)
         metrics: Mapping[str, Metric] = {}
         if self.loss_fn is not None:
-            share, metrics = self.loss_fn({name: made[name] for name in self.loss_fn.needs}, batch, self.scale)
+            share, metrics = self.loss_fn({name: values[name] for name in self.loss_fn.needs}, batch, self.scale)
             if not self.forward_only:
                 check_loss(share, self.loss_fn, where="MegatronEngine.forward_backward")
-        kept = {name: made[name] for name in self.outputs} if self.forward_only else {}
-        result = MicroResult(TensorDict(kept, batch.batch_size) if kept else None, metrics)
+        columns = {name: values[name] for name in self.outputs} if self.forward_only else {}
+        result = MicroResult(TensorDict(columns, batch.batch_size) if columns else None, metrics)
         return share, torch.zeros((), dtype=torch.int, device=output.device), result
 
-    def _outputs(self, output: torch.Tensor, rows: Rows) -> dict[str, torch.Tensor]:
-        """The wanted outputs, whole (rows, tokens) or (rows, tokens, k) fp32 on every rank of the last stage.
+    def _outputs(self, output: torch.Tensor, inputs: ModelInput) -> dict[str, torch.Tensor]:
+        """What the pass needs, whole (rows, tokens) or (rows, tokens, k) fp32 on every rank of the last stage.
 
         Args:
             output: (rows, tokens / cp, vocabulary / tp), or (rows, tokens / cp, 1) of a value model.
         """
-        if not self.wanted:
+        if not self.needs:
             return {}
-        if "values" in self.wanted:
-            return {"values": rows.aligned(output.squeeze(-1).float())}
+        if "values" in self.needs:
+            return {"values": inputs.align(output.squeeze(-1).float())}
         log_probs, entropy = vocab_log_probs(
             output.flatten(0, 1),
-            rows.targets.flatten(0, 1),
+            inputs.targets.flatten(0, 1),
             self.temperature,
-            "entropy" in self.wanted,
+            "entropy" in self.needs,
             parallel_state.get_tensor_model_parallel_group(),
             self.vocab_size,
         )
-        made = named_outputs(log_probs.view(rows.targets.shape), entropy)
-        return {name: rows.aligned(value) for name, value in made.items()}
+        values = named_outputs(log_probs.view(inputs.targets.shape), entropy)
+        return {name: inputs.align(value) for name, value in values.items()}

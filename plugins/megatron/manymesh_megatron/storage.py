@@ -1,4 +1,4 @@
-"""Pieces of whole tensors in the files of torch.distributed.checkpoint, from which any layout of ranks reads its own.
+"""Shards of whole tensors in the files of torch.distributed.checkpoint, from which any layout of ranks reads its own.
 
 It is megatron's format torch_dist, and its dist_checkpointing reads the model from it (strict="log_unexpected", since
 layers' extra state is not kept). Its writer is not used: that forks processes which write, and starts on each rank a
@@ -26,34 +26,34 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from core.errors import Refused
-from manymesh_megatron.pieces import NAMING, Piece
+from manymesh_megatron.tensor_shards import NAMING, TensorShard
 
 
 @attrs.frozen(eq=False)
-class Written:
+class WriteResult:
     """What a rank has written: the boxes, and where in its file each is."""
 
     items: list[WriteItem]
     places: list[Any]
 
 
-def write_pieces(directory: Path, pieces: Sequence[Piece], rank: int) -> Written:
+def write_shards(directory: Path, shards: Sequence[TensorShard], rank: int) -> WriteResult:
     """Not collective: this rank's file.
 
     Raises:
         OSError: it cannot be written.
     """
     items = []
-    for number, piece in enumerate(pieces):
-        properties = TensorProperties.create_from_tensor(piece.tensor)
-        data = TensorWriteData(_chunk(piece), properties, torch.Size(piece.whole))
-        index = MetadataIndex(piece.name, torch.Size(piece.offset), number)
+    for number, shard in enumerate(shards):
+        properties = TensorProperties.create_from_tensor(shard.tensor)
+        data = TensorWriteData(_chunk(shard), properties, torch.Size(shard.whole))
+        index = MetadataIndex(shard.name, torch.Size(shard.offset), number)
         items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
     writer = FileSystemWriter(directory, sync_files=True)
     # The writer names a rank's file after the place of its plan in such a list.
     plan = writer.prepare_global_plan([SavePlan(items)] * (rank + 1))[rank]
     try:
-        return Written(items, writer.write_data(plan, _Sources(pieces)).wait())
+        return WriteResult(items, writer.write_data(plan, _Sources(shards)).wait())
     except RuntimeError as error:
         # Closing its archive, torch finds that less was written than it thought, and says only that.
         if isinstance(error.__context__, OSError):
@@ -61,20 +61,20 @@ def write_pieces(directory: Path, pieces: Sequence[Piece], rank: int) -> Written
         raise
 
 
-def write_index(directory: Path, written: Written, group: Any) -> None:
+def write_index(directory: Path, result: WriteResult, group: Any) -> None:
     """Collective, once all have written: the first rank writes what is where.
 
     Raises:
         OSError: on the first rank, where it cannot be written.
     """
-    everybodys: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
-    dist.gather_object((written.items, written.places), everybodys, group=group, group_dst=0)
-    if everybodys is None:
+    everyones: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object((result.items, result.places), everyones, group=group, group_dst=0)
+    if everyones is None:
         return
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     # This also checks that each whole tensor is there without gap or overlap.
-    _, metadata = planner.create_global_plan([SavePlan(items) for items, _ in everybodys])
-    FileSystemWriter(directory, sync_files=True).finish(metadata, [places for _, places in everybodys])
+    _, metadata = planner.create_global_plan([SavePlan(items) for items, _ in everyones])
+    FileSystemWriter(directory, sync_files=True).finish(metadata, [places for _, places in everyones])
     # For megatron, which wants these two files beside the tensors.
     save_config(CheckpointingConfig("torch_dist", 1), str(directory))
     torch.save({"content_metadata": dict(NAMING)}, common := io.BytesIO())
@@ -97,28 +97,28 @@ class Index:
         self._reader.set_up_storage_reader(metadata, is_coordinator=False)
         self.tensors: dict[str, Any] = metadata.state_dict_metadata
 
-    def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """Not collective: the pieces' values, on CPU, in memory of their own.
+    def read(self, shards: Sequence[TensorShard]) -> list[torch.Tensor]:
+        """Not collective: the shards' values, on CPU, in memory of their own.
 
         Raises:
-            Refused: a piece is not there, whole, or cannot be read.
+            Refused: a shard is not there, whole, or cannot be read.
         """
         by_source: dict[str, list[int]] = {}
-        for number, piece in enumerate(pieces):
-            source = next((each for each in piece.sources if each in self.tensors), None)
-            if source is None or tuple(self.tensors[source].size) != piece.whole:
+        for number, shard in enumerate(shards):
+            source = next((each for each in shard.sources if each in self.tensors), None)
+            if source is None or tuple(self.tensors[source].size) != shard.whole:
                 have = None if source is None else tuple(self.tensors[source].size)
-                raise _damaged(self._path, f"{piece.name}: {have}", piece.whole)
+                raise _damaged(self._path, f"{shard.name}: {have}", shard.whole)
             by_source.setdefault(source, []).append(number)
-        values = [torch.empty_like(piece.tensor, device="cpu") for piece in pieces]
+        values = [torch.empty_like(shard.tensor, device="cpu") for shard in shards]
         targets = {source: [values[number] for number in numbers] for source, numbers in by_source.items()}
         items = []
         for source, numbers in by_source.items():
-            chunks = [_chunk(pieces[number]) for number in numbers]
-            found = create_read_items_for_chunk_list(source, self.tensors[source], chunks)
-            if sum(prod(item.lengths) for item in found) != sum(values[number].numel() for number in numbers):
+            chunks = [_chunk(shards[number]) for number in numbers]
+            requests = create_read_items_for_chunk_list(source, self.tensors[source], chunks)
+            if sum(prod(item.lengths) for item in requests) != sum(values[number].numel() for number in numbers):
                 raise _damaged(self._path, f"{source}: with gaps")
-            items += found
+            items += requests
         try:
             self._reader.read_data(LoadPlan(items), _Targets(targets)).wait()
         except Exception as error:  # torch says in many ways that bytes are not what they were
@@ -127,16 +127,16 @@ class Index:
 
 
 class _Sources(DefaultSavePlanner):
-    """Gives the writer what an item is of. Items are numbered as the pieces."""
+    """Gives the writer what an item is of. Items are numbered as the shards."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, shards: Sequence[TensorShard]) -> None:
         super().__init__()
-        self._pieces = pieces
+        self._shards = shards
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         number = write_item.index.index
         assert number is not None
-        return self._pieces[number].tensor
+        return self._shards[number].tensor
 
 
 class _Targets(DefaultLoadPlanner):
@@ -153,8 +153,8 @@ class _Targets(DefaultLoadPlanner):
         return tensor
 
 
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(piece.offset), piece.tensor.shape)
+def _chunk(shard: TensorShard) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(shard.offset), shard.tensor.shape)
 
 
 def _damaged(path: str, have: object, want: object = None) -> Refused:

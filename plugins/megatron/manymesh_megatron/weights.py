@@ -52,7 +52,7 @@ class Unit:
 
 
 @attrs.frozen
-class Held:
+class LocalUnit:
     """A unit's shard on this rank. Wrappers move a parameter's memory, so the parameter is kept."""
 
     unit: Unit
@@ -74,7 +74,7 @@ class Row:
     specs: tuple[tuple[WeightSpec, ...], ...]  # by expert-parallel rank
 
 
-class NamedWeights:
+class MegatronWeights:
     """Export, load and reading of this rank's part of a model, by saved names.
 
     Collective over pp: stages tell each other what they hold, once.
@@ -101,7 +101,7 @@ class NamedWeights:
         self._local_experts = (config.num_moe_experts or 0) // groups.ep.size()
         self._vocab_size = model.vocab_size
         unknown: list[str] = []
-        self._held = [held for chunk in chunks for held in self._find(chunk, value_head, unknown)]
+        self._local = [local for chunk in chunks for local in self._find(chunk, value_head, unknown)]
         # Whether what is gathered here reaches rank 0; the first stage's answer counts.
         reach = {
             "none": dist.get_rank() == 0,
@@ -109,7 +109,7 @@ class NamedWeights:
             "ep": 0 in dist.get_process_group_ranks(groups.tp_ep),
         }
         stages: list[Any] = [None] * groups.pp.size()
-        dist.all_gather_object(stages, ([held.unit for held in self._held], reach, unknown), group=groups.pp)
+        dist.all_gather_object(stages, ([local.unit for local in self._local], reach, unknown), group=groups.pp)
         if unknown := [name for _, _, names in stages for name in names]:
             raise Refused(
                 "the model has parameters that no saved name is known for",
@@ -127,10 +127,10 @@ class NamedWeights:
         ]
         self._table = sorted(rows, key=lambda row: row.unit.saved.order)
         self._specs = {spec.name: spec for row in self._table for specs in row.specs for spec in specs}
-        self._places: dict[str, list[tuple[Held, int]]] = {}  # of a saved tensor, on this rank
-        for held in self._held:
-            for part, name in enumerate(self._names(held.unit, groups.ep.rank())):
-                self._places.setdefault(name, []).append((held, part))
+        self._places: dict[str, list[tuple[LocalUnit, int]]] = {}  # of a saved tensor, on this rank
+        for local in self._local:
+            for part, name in enumerate(self._names(local.unit, groups.ep.rank())):
+                self._places.setdefault(name, []).append((local, part))
 
     def specs(self) -> list[WeightSpec]:
         """The same on every rank, in the order of the export."""
@@ -140,7 +140,7 @@ class NamedWeights:
     def export(self, dst: Literal["all", "first"]) -> Iterator[tuple[str, torch.Tensor]]:
         """Collective. A tensor is the receiver's own and contiguous; on ranks that dst leaves out it is empty."""
         for row in self._table:
-            yield from self._cut(row, *self._gather(row, dst))
+            yield from self._split(row, *self._gather(row, dst))
 
     @torch.no_grad()
     def load(self, stream: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -169,26 +169,26 @@ class NamedWeights:
                 if name in self._places:
                     self._fill(name, saved.tensor(name))
 
-    def _find(self, chunk: Any, value_head: bool, unknown: list[str]) -> Iterator[Held]:
+    def _find(self, chunk: Any, value_head: bool, unknown: list[str]) -> Iterator[LocalUnit]:
         tied = bool(chunk.share_embeddings_and_output_weights) and not value_head
         for name, parameter in chunk.named_parameters():
             # Layers are counted from the chunk's first in a name, from the model's first in layer_number, from 1.
-            found = re.sub(
+            global_name = re.sub(
                 r"^decoder\.layers\.(\d+)",
                 lambda match: f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}",
                 name,
             )
-            saved = saved_as(found, tied=tied, value_head=value_head)
+            saved = saved_as(global_name, tied=tied, value_head=value_head)
             exported = not (tied and name == "output_layer.weight")
             shape, dtype = tuple(parameter.shape), parameter.dtype
             if saved is None:
-                unknown.append(found)
+                unknown.append(global_name)
             elif saved.of_experts and saved.expert is None:
                 for slot in range(self._local_experts):
                     one = attrs.evolve(saved, expert=slot, order=(saved.order[0], slot, saved.order[2]))
-                    yield Held(Unit(one, self._packed(saved.kind, shape), dtype, exported), parameter, slot)
+                    yield LocalUnit(Unit(one, self._packed(saved.kind, shape), dtype, exported), parameter, slot)
             else:
-                yield Held(Unit(saved, shape, dtype, exported), parameter)
+                yield LocalUnit(Unit(saved, shape, dtype, exported), parameter)
 
     def _packed(self, kind: Kind, shape: tuple[int, ...]) -> tuple[int, ...]:
         """One expert's shape in a parameter that GroupedMLP views as (experts, rows, columns)."""
@@ -238,9 +238,9 @@ class NamedWeights:
         pp, stage, unit = self._groups.pp, row.stage, row.unit
         if dst == "first" and not self._reach[unit.axes]:
             return None, False
-        made = stage != pp.rank()
+        is_new = stage != pp.rank()
         shards: torch.Tensor | None
-        shards = self._empty(unit, unit.shape) if made else self._held[row.index].shard()
+        shards = self._empty(unit, unit.shape) if is_new else self._local[row.index].shard()
         if dst == "all" and pp.size() > 1:
             dist.broadcast(shards, group=pp, group_src=stage)
         elif dst == "first" and stage > 0 and pp.rank() == stage:
@@ -251,12 +251,12 @@ class NamedWeights:
             return None, False
         along = {"none": (), "tp": (self._groups.tp,), "ep": (self._groups.expt_tp, self._groups.ep)}[unit.axes]
         for group in (each for each in along if each.size() > 1):
-            shards, made = _gather_along(group, shards, dst), True
+            shards, is_new = _gather_along(group, shards, dst), True
             if shards is None:
                 return None, False
-        return shards.view(*self._sizes(unit), *unit.shape), made
+        return shards.view(*self._sizes(unit), *unit.shape), is_new
 
-    def _cut(self, row: Row, shards: torch.Tensor | None, made: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    def _split(self, row: Row, shards: torch.Tensor | None, is_new: bool) -> Iterator[tuple[str, torch.Tensor]]:
         if shards is None:
             yield from ((spec.name, self._empty(row.unit, (0,))) for specs in row.specs for spec in specs)
             return
@@ -265,17 +265,17 @@ class NamedWeights:
                 if row.unit.saved.kind is Kind.VOCAB:
                     view = view[: spec.shape[0]]
                 # A new buffer that is this tensor and no more is given away. All else is copied once.
-                if not (made and view.is_contiguous() and view.numel() == shards.numel()):
+                if not (is_new and view.is_contiguous() and view.numel() == shards.numel()):
                     view = view.clone(memory_format=torch.contiguous_format)
                 yield spec.name, view.view(spec.shape)
 
     def _empty(self, unit: Unit, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.empty(shape, dtype=unit.dtype, device=self._held[0].parameter.device)
+        return torch.empty(shape, dtype=unit.dtype, device=self._local[0].parameter.device)
 
     def _fill(self, name: str, source: Any) -> None:
         """Take this rank's part of a saved tensor: a tensor, or a file's, of which no more is read."""
-        for held, part in self._places.get(name, ()):
-            unit, shard = held.unit, held.shard()
+        for local, part in self._places.get(name, ()):
+            unit, shard = local.unit, local.shard()
             kind, ndim = unit.saved.kind, len(unit.shape)
             group = self._groups.expt_tp if unit.axes == "ep" else self._groups.tp
             if kind is Kind.QKV:

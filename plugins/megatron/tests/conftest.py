@@ -26,13 +26,13 @@ def on() -> Iterator[Worlds]:
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """`model_dir(family, **options)`: a directory, the same for the same arguments. Weights are large enough that the
     model's predictions are far from uniform."""
-    made: dict[str, str] = {}
+    paths: dict[str, str] = {}
 
     def make(family: str = "qwen3", **options: Any) -> str:
         key = repr((family, sorted(options.items())))
-        if key not in made:
+        if key not in paths:
             options = {"initializer_range": 0.1, "num_layers": 4, "tie_word_embeddings": False} | options
-            made[key] = tiny_model(tmp_path_factory.mktemp(family), family, **options)
-        return made[key]
+            paths[key] = tiny_model(tmp_path_factory.mktemp(family), family, **options)
+        return paths[key]
 
     return make

@@ -92,7 +92,7 @@ def built(
     from manymesh_megatron.groups import close_groups, open_groups
     from manymesh_megatron.model import build_chunks, transformer_config
     from manymesh_megatron.runtime import Runtime
-    from manymesh_megatron.weights import NamedWeights
+    from manymesh_megatron.weights import MegatronWeights
 
     config = MegatronConfig(model=path, trainable=False, **SIZES[sizes], **options)
     runtime, facts = Runtime.choose(config, "cpu"), ModelFacts.read(path)
@@ -106,7 +106,7 @@ def built(
             for each in parameters.values():
                 each.fill_(torch.nan)
             groups = ProcessGroupCollection.use_mpu_process_groups()
-            yield Built(NamedWeights(chunks, transformer, facts, groups, value_head=value_head), parameters)
+            yield Built(MegatronWeights(chunks, transformer, facts, groups, value_head=value_head), parameters)
         finally:
             close_groups(user)
 

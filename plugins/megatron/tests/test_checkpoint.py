@@ -62,14 +62,14 @@ def load_and_go_on(rank: int, world_size: int, model: str, path: str, again: str
 @pytest.fixture(scope="session")
 def saved(on, model_dir, tmp_path_factory) -> Callable[..., tuple[str, str, dict[str, Tensors]]]:
     """`saved(family, layout)`: model, checkpoint after two steps, and the weights of the unbroken run; made once."""
-    made: dict[str, tuple[str, str, dict[str, Tensors]]] = {}
+    runs: dict[str, tuple[str, str, dict[str, Tensors]]] = {}
 
     def make(family: str, layout: str, model_options: Mapping[str, Any], **options: Any) -> Any:
         key = repr((family, layout, sorted(model_options.items()), sorted(options.items())))
-        if key not in made:
+        if key not in runs:
             model, path = model_dir(family, **model_options), str(tmp_path_factory.mktemp("saved") / "step-2")
-            made[key] = (model, path, on(4, save_and_go_on, model, path, **LAYOUTS[layout], **options)[0])
-        return made[key]
+            runs[key] = (model, path, on(4, save_and_go_on, model, path, **LAYOUTS[layout], **options)[0])
+        return runs[key]
 
     return make
 
@@ -158,16 +158,16 @@ def test_megatron_reads_it_with_its_own_dist_checkpointing(on, saved) -> None:
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=4), ends=st.tuples(st.integers(0, 700), st.integers(0, 700))
 )
 def test_boxes_hold_a_range_of_elements_in_order(shape: list[int], ends: tuple[int, int]) -> None:
-    from manymesh_megatron.pieces import boxes
+    from manymesh_megatron.tensor_shards import boxes
 
     first, stop = sorted(min(end, prod(shape)) for end in ends)
     numbers = torch.arange(prod(shape)).view(shape)
-    found = list(boxes(shape, first, stop))
-    held = [
-        numbers[tuple(slice(at, at + size) for at, size in zip(offset, sizes, strict=True))] for offset, sizes in found
+    parts = list(boxes(shape, first, stop))
+    slices = [
+        numbers[tuple(slice(at, at + size) for at, size in zip(offset, sizes, strict=True))] for offset, sizes in parts
     ]
-    assert [int(each) for box in held for each in box.flatten()] == list(range(first, stop))
-    assert len(found) < 2 * len(shape)
+    assert [int(each) for box in slices for each in box.flatten()] == list(range(first, stop))
+    assert len(parts) < 2 * len(shape)
 
 
 @pytest.mark.parametrize(
@@ -193,15 +193,15 @@ def test_an_engine_of_another_dtype_reads_the_fp32_parameters(on, saved, tmp_pat
 
 
 def test_padding_of_the_vocabulary_is_zero_after_a_load(on, saved) -> None:
-    from manymesh_megatron.pieces import state_of
+    from manymesh_megatron.tensor_shards import rank_tensors
 
     model, path, _ = saved("qwen3", "tp2 pp2", TIED)
 
     def job(rank: int, world_size: int) -> int:
         with engine_of(model, **LAYOUTS["tp4, 96 rows"]) as engine:
-            loaded = engine._ready()
+            state = engine._ready()
             with engine._runtime.scope():
-                padding = state_of(loaded.models, loaded.optimizer, 64).padding
+                padding = rank_tensors(state.models, state.optimizer, 64).padding
             for each in padding:
                 each.fill_(1.0)
             engine.load_checkpoint(path)
@@ -219,20 +219,20 @@ def test_random_generators_go_on_at_the_same_sizes_and_are_left_alone_at_others(
         torch.manual_seed(rank)
         with engine_of(qwen3, tensor_parallel=2) as engine:
             engine.save_checkpoint(path, step=0)
-            drawn = [torch.rand(1).item()]
+            numbers = [torch.rand(1).item()]
             torch.rand(7)
             engine.load_checkpoint(path)
-            drawn.append(torch.rand(1).item())
+            numbers.append(torch.rand(1).item())
         with engine_of(qwen3, pipeline_parallel=2) as engine:
             torch.manual_seed(10 + rank)
             engine.load_checkpoint(path)
-            drawn.append(torch.rand(1).item())
+            numbers.append(torch.rand(1).item())
             torch.manual_seed(10 + rank)
-        return [*drawn, torch.rand(1).item()]
+        return [*numbers, torch.rand(1).item()]
 
-    for first, again, left, alone in on(2, job):
+    for first, again, rest, alone in on(2, job):
         assert first == again
-        assert left == alone
+        assert rest == alone
 
 
 def test_an_offloaded_engine_is_loaded_for_the_time(on, qwen3, tmp_path) -> None:

@@ -31,16 +31,16 @@ def held_back(full_rank: int | None = None) -> Iterator[threading.Event]:
     """Files are written once the event is set; on `full_rank` they cannot be."""
     from manymesh_megatron import checkpoint
 
-    write, ready = checkpoint.write_pieces, threading.Event()
+    write, ready = checkpoint.write_shards, threading.Event()
 
-    def later(directory: Path, pieces: Any, rank: int) -> Any:
+    def later(directory: Path, shards: Any, rank: int) -> Any:
         assert ready.wait(60)
         if rank == full_rank:
             raise OSError(28, "No space left on device")
-        return write(directory, pieces, rank)
+        return write(directory, shards, rank)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "write_pieces", later)
+        patch.setattr(checkpoint, "write_shards", later)
         yield ready
 
 
@@ -121,10 +121,10 @@ def test_the_next_save_load_or_shutdown_waits_for_a_checkpoint(on, qwen3, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "told", ["step", *(pytest.param(told, marks=pytest.mark.ci) for told in ("save", "load", "shutdown"))]
+    "occasion", ["step", *(pytest.param(name, marks=pytest.mark.ci) for name in ("save", "load", "shutdown"))]
 )
 def test_what_went_wrong_in_the_background_is_refused_on_all_ranks_at_the_next_occasion(
-    on, qwen3, tmp_path, told
+    on, qwen3, tmp_path, occasion
 ) -> None:
     older = str(tmp_path / "a")
 
@@ -143,8 +143,8 @@ def test_what_went_wrong_in_the_background_is_refused_on_all_ranks_at_the_next_o
                 "shutdown": engine.shutdown,
             }
             with pytest.raises(Refused) as refusal:
-                occasions[told]()
-            if told != "shutdown":  # it is told once
+                occasions[occasion]()
+            if occasion != "shutdown":  # it is told once
                 step(engine, BATCHES[1])
                 assert engine.load_checkpoint(older) == 1
         with engine_of(qwen3, pipeline_parallel=2) as engine:  # the groups were freed

@@ -25,30 +25,30 @@ def _shards(path: Path) -> Path:
 
 def test_a_directory_of_several_files_is_read_and_only_what_a_rank_has(on, model_dir) -> None:
     path = random_dir(model_dir, "qwen3_moe")
-    cut = str(_shards(Path(path)))
-    assert len(list(Path(cut).glob("*.safetensors"))) > 4
+    truncated_path = str(_shards(Path(path)))
+    assert len(list(Path(truncated_path).glob("*.safetensors"))) > 4
 
     def job(rank: int, world_size: int) -> tuple[int, int]:
         from manymesh_megatron.directory import SavedDirectory
 
-        read = []
+        slices = []
 
         @attrs.define
         class Recorded:
             source: Any
 
             def __getitem__(self, index: Any) -> torch.Tensor:
-                read.append(self.source[index])
-                return read[-1]
+                slices.append(self.source[index])
+                return slices[-1]
 
         find = SavedDirectory.tensor
         with built(path, "tp2 ep2 etp2") as model, pytest.MonkeyPatch.context() as patch:
             patch.setattr(SavedDirectory, "tensor", lambda self, name: Recorded(find(self, name)))
-            model.weights.read_directory(cut)
+            model.weights.read_directory(truncated_path)
             assert differing(dict(model.weights.export("all")), saved(path)) == []
-            return sum(each.numel() for each in read), sum(each.numel() for each in model.parameters.values())
+            return sum(each.numel() for each in slices), sum(each.numel() for each in model.parameters.values())
 
-    assert all(read == held for read, held in on(4, job))
+    assert all(slices == size for slices, size in on(4, job))
 
 
 def _drop(path: Path, *names: str) -> None:
@@ -56,9 +56,9 @@ def _drop(path: Path, *names: str) -> None:
 
 
 def _lose_a_file(path: Path) -> None:
-    cut = _shards(path)
+    truncated_path = _shards(path)
     (path / "model.safetensors").unlink()
-    (path / "model.safetensors.index.json").write_bytes((cut / "model.safetensors.index.json").read_bytes())
+    (path / "model.safetensors.index.json").write_bytes((truncated_path / "model.safetensors.index.json").read_bytes())
 
 
 SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {

@@ -29,10 +29,12 @@ def test_what_config_json_leaves_out_is_what_transformers_assumes(family: str) -
     theirs = AutoConfig.for_model(family)
     have = {key: getattr(theirs, key) for key in DEFAULTS[family]}
     assert have | {"mlp_only_layers": ()} == {**DEFAULTS[family], "mlp_only_layers": ()}
-    made = read(family)
-    assert made.num_key_value_heads == theirs.num_key_value_heads
-    assert made.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
-    assert made.num_experts == (getattr(theirs, "num_experts", None) or 0)
+    model_facts = read(family)
+    assert model_facts.num_key_value_heads == theirs.num_key_value_heads
+    assert model_facts.head_dim == (
+        getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    )
+    assert model_facts.num_experts == (getattr(theirs, "num_experts", None) or 0)
 
 
 def test_keys_of_transformers_4_and_of_5_say_the_same() -> None:
@@ -43,8 +45,8 @@ def test_keys_of_transformers_4_and_of_5_say_the_same() -> None:
 
 
 def test_layers_with_experts_are_those_of_transformers() -> None:
-    made = read("qwen3_moe", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
-    assert made.moe_layers == (0, 1, 0, 0, 0, 1)
+    model_facts = read("qwen3_moe", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert model_facts.moe_layers == (0, 1, 0, 0, 0, 1)
     dense = read("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0, 1])
     assert (dense.moe_layers, dense.num_experts) == ((), 0)
 

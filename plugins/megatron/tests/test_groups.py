@@ -36,12 +36,17 @@ def planned(world_size: int, options: Sizes) -> MegatronPlan:
 
 
 def ask_megatron(cases: list[tuple[int, list[int], Sizes]]) -> list[list[Any]]:
-    asked = [(world, ranks, {NAMES[name]: value for name, value in each.items()}) for world, ranks, each in cases]
+    questions = [(world, ranks, {NAMES[name]: value for name, value in each.items()}) for world, ranks, each in cases]
     script = Path(__file__).with_name("groups_of_ranks.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], input=json.dumps(asked), capture_output=True, text=True, timeout=60, check=True
+    process = subprocess.run(
+        [sys.executable, str(script)],
+        input=json.dumps(questions),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
-    answers: list[list[Any]] = json.loads(done.stdout)
+    answers: list[list[Any]] = json.loads(process.stdout)
     return answers
 
 
@@ -81,12 +86,12 @@ def answers() -> list[list[Any]]:
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda i: f"{CASES[i][0]} ranks {CASES[i][1]}")
 def test_every_rank_has_megatrons_groups(answers: list[list[Any]], number: int) -> None:
     world_size, options = CASES[number]
-    made = planned(world_size, options)
+    layout_plan = planned(world_size, options)
     for rank, groups in enumerate(answers[number]):
         for axes, ranks in groups.items():
-            layout = made.views["expert"] if axes.startswith("e") else made.layout
+            layout = layout_plan.views["expert"] if axes.startswith("e") else layout_plan.layout
             assert list(layout.group_of(rank, *axes.split())) == ranks, (rank, axes)
-        assert groups["dp"].index(rank) == made.route.dp_ranks[rank]
+        assert groups["dp"].index(rank) == layout_plan.route.dp_ranks[rank]
 
 
 def test_what_megatron_refuses_is_refused_and_nothing_else(answers: list[list[Any]]) -> None:

@@ -88,12 +88,12 @@ def grouped(chunk: Any) -> Any:
     """With each layer's local experts in two parameters, shaped as megatron's GroupedMLP makes them."""
     parameters = {}
     for name, parameter in chunk.named_parameters():
-        found = re.fullmatch(r"(.+\.experts)\.local_experts\.0\.linear_fc([12])\.weight", name)
-        if found:
-            num_experts = len(chunk.get_submodule(found[1]).local_experts)
+        match = re.fullmatch(r"(.+\.experts)\.local_experts\.0\.linear_fc([12])\.weight", name)
+        if match:
+            num_experts = len(chunk.get_submodule(match[1]).local_experts)
             first, second = parameter.shape[1], parameter.shape[0] * num_experts
-            shape = (first, second) if found[2] == "1" else (parameter.shape[1] * num_experts, parameter.shape[0])
-            parameters[f"{found[1]}.weight{found[2]}"] = torch.nn.Parameter(torch.empty(shape))
+            shape = (first, second) if match[2] == "1" else (parameter.shape[1] * num_experts, parameter.shape[0])
+            parameters[f"{match[1]}.weight{match[2]}"] = torch.nn.Parameter(torch.empty(shape))
         elif "local_experts" not in name:
             parameters[name] = parameter
     return made_of(parameters, chunk)

@@ -104,22 +104,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(scope="session")
 def plain(model_dir: Callable[..., str]) -> Callable[[str], dict[str, Any]]:
     """The same steps by the plain loop, of each family once."""
-    made: dict[str, dict[str, Any]] = {}
+    runs: dict[str, dict[str, Any]] = {}
 
     def of(name: str) -> dict[str, Any]:
-        if name not in made:
+        if name not in runs:
             family, options = FAMILIES[name]
             directory = model_dir(family, **options)
             trainer = PlainTrainer(directory, SLOW, value_model=family == "value" or "value_model" in options)
             start, outputs = trainer.weights(), trainer.outputs(BATCHES[0])
-            made[name] = {
+            runs[name] = {
                 "directory": directory,
                 "start": start,
                 "outputs": {name: value.detach() for name, value in outputs.items()},
                 "steps": [trainer.step(batch) for batch in BATCHES],
                 "weights": trainer.weights(),
             }
-        return made[name]
+        return runs[name]
 
     return of
 

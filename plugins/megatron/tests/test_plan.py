@@ -40,23 +40,23 @@ def planned(world_size: int, model: ModelFacts | None = None, /, **options: Any)
 
 
 def test_16_ranks_tp2_pp2_have_the_known_groups_and_route() -> None:
-    made = planned(16, tensor_parallel=2, pipeline_parallel=2)
-    dense = made.layout
+    layout_plan = planned(16, tensor_parallel=2, pipeline_parallel=2)
+    dense = layout_plan.layout
     assert dense == MeshLayout.of(pp=2, dp=4, cp=1, tp=2)
     assert dense.groups("tp")[:2] == ((0, 1), (2, 3))
     assert dense.groups("dp") == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
     assert dense.groups("pp")[0] == (0, 8)
     assert dense.groups("pp", "tp")[0] == (0, 1, 8, 9)
-    assert made.route.dp_ranks == (0, 0, 1, 1, 2, 2, 3, 3) * 2
-    assert sorted(made.route.collected) == [8, 10, 12, 14]
+    assert layout_plan.route.dp_ranks == (0, 0, 1, 1, 2, 2, 3, 3) * 2
+    assert sorted(layout_plan.route.collected) == [8, 10, 12, 14]
 
 
 def test_context_parallel_ranks_share_rows_and_the_first_of_them_is_collected() -> None:
-    made = planned(16, tensor_parallel=2, pipeline_parallel=2, context_parallel=2)
-    assert made.layout.group_of(0, "cp") == (0, 2)
-    assert made.layout.group_of(0, "dp") == (0, 4)
-    assert made.route.dp_ranks == (0, 0, 0, 0, 1, 1, 1, 1) * 2
-    assert sorted(made.route.collected) == [8, 12]
+    layout_plan = planned(16, tensor_parallel=2, pipeline_parallel=2, context_parallel=2)
+    assert layout_plan.layout.group_of(0, "cp") == (0, 2)
+    assert layout_plan.layout.group_of(0, "dp") == (0, 4)
+    assert layout_plan.route.dp_ranks == (0, 0, 0, 0, 1, 1, 1, 1) * 2
+    assert sorted(layout_plan.route.collected) == [8, 12]
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def test_context_parallel_ranks_share_rows_and_the_first_of_them_is_collected() 
     [(None, MeshLayout.of(pp=1, edp=2, ep=4, etp=2)), (1, MeshLayout.of(pp=1, edp=4, ep=4, etp=1))],
 )
 def test_16_ranks_tp2_ep4_route_by_the_dense_layout_with_dp_8(expert_tensor: int | None, expert: MeshLayout) -> None:
-    made = planned(16, tensor_parallel=2, expert_parallel=4, expert_tensor_parallel=expert_tensor)
-    assert (made.layout, made.views) == (MeshLayout.of(pp=1, dp=8, cp=1, tp=2), {"expert": expert})
-    assert made.route.dp_size == 8
+    layout_plan = planned(16, tensor_parallel=2, expert_parallel=4, expert_tensor_parallel=expert_tensor)
+    assert (layout_plan.layout, layout_plan.views) == (MeshLayout.of(pp=1, dp=8, cp=1, tp=2), {"expert": expert})
+    assert layout_plan.route.dp_size == 8
 
 
 def test_the_expert_tensor_size_that_was_left_open_is_told() -> None:
@@ -225,7 +225,7 @@ def test_rows_and_groups_are_sound_for_all_legal_sizes(
 ) -> None:
     if pp > 1:
         order = [*(axis for axis in order if axis != "pp"), "pp"]
-    made = planned(
+    layout_plan = planned(
         pp * math.lcm(tp * cp, ep * etp) * spare,
         tensor_parallel=tp,
         pipeline_parallel=pp,
@@ -234,16 +234,16 @@ def test_rows_and_groups_are_sound_for_all_legal_sizes(
         expert_tensor_parallel=etp,
         order="-".join(order),
     )
-    made.route.check("train")
-    for layout in (made.layout, *made.views.values()):
+    layout_plan.route.check("train")
+    for layout in (layout_plan.layout, *layout_plan.views.values()):
         for axis in layout.axes:
             ranks = [rank for group in layout.groups(axis) for rank in group]
-            assert sorted(ranks) == list(range(len(made.route.dp_ranks)))
-    dense = made.layout
-    for rank, dp in enumerate(made.route.dp_ranks):
+            assert sorted(ranks) == list(range(len(layout_plan.route.dp_ranks)))
+    dense = layout_plan.layout
+    for rank, dp in enumerate(layout_plan.route.dp_ranks):
         at = dense.coordinates(rank)
         assert at.pop("dp") == dp
-        assert (rank in made.route.collected) == (at == {"pp": pp - 1, "cp": 0, "tp": 0})
+        assert (rank in layout_plan.route.collected) == (at == {"pp": pp - 1, "cp": 0, "tp": 0})
 
 
 @settings(max_examples=100, deadline=None)
@@ -266,11 +266,11 @@ def test_a_mend_mends(
     while refusal := refusal_of(config, world_size, model):
         assert refusal.message not in told
         told.append(refusal.message)
-        found = re.fullmatch(r"set (\w+)=(\w+)", refusal.mend)
-        if found is None:
+        match = re.fullmatch(r"set (\w+)=(\w+)", refusal.mend)
+        if match is None:
             assert refusal.mend.startswith("change more than one of")
             break
-        name, value = found.groups()
+        name, value = match.groups()
         legal = {"True": True, "False": False}.get(value, value)
         config = attrs.evolve(config, **{name: int(legal) if value.isdigit() else legal})
 
@@ -321,5 +321,5 @@ config = manymesh_megatron.config.MegatronConfig("m", tensor_parallel=2)
 manymesh_megatron.plan.plan(config, 4, ModelFacts("m", "qwen3", {{}}))
 sys.exit(sorted({{"torch", "megatron", "transformers"}} & set(sys.modules)) or 0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0, process.stderr

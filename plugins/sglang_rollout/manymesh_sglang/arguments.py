@@ -9,7 +9,7 @@ import torch
 from core.errors import ManymeshError, Refused
 from core.manifest import ModelFacts
 from manymesh_sglang.config import SglangRolloutConfig
-from manymesh_sglang.marks import SWITCH
+from manymesh_sglang.sampler_protocol import SWITCH
 
 CPU_KV_TOKENS = 16384
 SPARE = 8  # tokens that SGLang keeps free of a context, and of the KV cache
@@ -26,7 +26,7 @@ def arguments(
     """Keywords of SGLang's ServerArgs."""
     on_cpu = device.type == "cpu"
     length = context(config, facts)
-    made: dict[str, Any] = {
+    options: dict[str, Any] = {
         "model_path": facts.path,
         "dtype": config.dtype,
         "random_seed": config.seed,
@@ -47,7 +47,7 @@ def arguments(
         "log_level": "warning",
     }
     if on_cpu:
-        made |= {
+        options |= {
             "attention_backend": "torch_native",
             "disable_cuda_graph": True,
             "disable_overlap_schedule": True,
@@ -56,8 +56,8 @@ def arguments(
             "mem_fraction_static": 0.3,  # of the host's memory, and an upper bound only
         }
     else:
-        made |= {"disable_cuda_graph": bool(config.enforce_eager), "enable_memory_saver": config.sleep_mode}
-    return made | dict(config.sglang)
+        options |= {"disable_cuda_graph": bool(config.enforce_eager), "enable_memory_saver": config.sleep_mode}
+    return options | dict(config.sglang)
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -77,5 +77,7 @@ def cannot_run(facts: ModelFacts, error: object) -> Refused:
     )
 
 
-def died(said: str = "") -> ManymeshError:
-    return ManymeshError("SGLang's process has died", have=said or None, mend="look at its log; build a new rollout")
+def died(explanation: str = "") -> ManymeshError:
+    return ManymeshError(
+        "SGLang's process has died", have=explanation or None, mend="look at its log; build a new rollout"
+    )

@@ -84,10 +84,12 @@ class SglangRolloutConfig(RolloutConfig):
             raise ConfigError(
                 "gpu_memory_utilization is a share", have=self.gpu_memory_utilization, want="above 0, at most 1"
             )
-        taken = sorted(set(self.sglang) & set(OURS))
-        if taken:
-            named = [f"{name} by the option {OURS[name]}" if OURS[name] else f"{name} by the rollout" for name in taken]
-            raise ConfigError("these arguments of SGLang are set elsewhere", have=", ".join(named), where="sglang")
+        conflicts = sorted(set(self.sglang) & set(OURS))
+        if conflicts:
+            reasons = [
+                f"{name} by the option {OURS[name]}" if OURS[name] else f"{name} by the rollout" for name in conflicts
+            ]
+            raise ConfigError("these arguments of SGLang are set elsewhere", have=", ".join(reasons), where="sglang")
 
 
 @attrs.frozen

@@ -24,10 +24,10 @@ class ServerError(ManymeshError):
     """A server answered with an error, or with nothing.
 
     Attributes:
-        said: what it answered, "" for nothing.
+        body: of its answer, "" for none.
     """
 
-    said = ""
+    body = ""
 
 
 @attrs.frozen
@@ -78,10 +78,10 @@ class HttpClient:
                     if data == b"[DONE]":
                         return
                     if data:
-                        said = json.loads(data)
-                        if isinstance(said, dict) and "error" in said:
-                            raise _refused(self, path, 400, json.dumps(said["error"]))
-                        yield said
+                        message = json.loads(data)
+                        if isinstance(message, dict) and "error" in message:
+                            raise _refused(self, path, 400, json.dumps(message["error"]))
+                        yield message
         raise ServerError(f"{path} broke off", have=self.explain() or None, where=self.address)
 
     @asynccontextmanager
@@ -119,7 +119,7 @@ def parsed(data: str | bytes) -> Any:
         return data.decode(errors="replace") if isinstance(data, bytes) else data
 
 
-def _refused(client: HttpClient, path: str, status: int, said: str) -> ManymeshError:
+def _refused(client: HttpClient, path: str, status: int, body: str) -> ManymeshError:
     if status in (401, 403):
         return Refused(
             "the server doesn't take the key",
@@ -127,6 +127,6 @@ def _refused(client: HttpClient, path: str, status: int, said: str) -> ManymeshE
             where=client.address,
             mend="set api_key to the one that the server was started with",
         )
-    error = ServerError(f"the server refused {path}", have=f"{status}: {said[:2000]}", where=client.address)
-    error.said = said
+    error = ServerError(f"the server refused {path}", have=f"{status}: {body[:2000]}", where=client.address)
+    error.body = body
     return error

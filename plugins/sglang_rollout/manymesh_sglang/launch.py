@@ -12,14 +12,14 @@ from manymesh.parts.parent_watch import end_with
 
 
 def main() -> None:
-    told = json.load(sys.stdin)
-    end_with(told["parent"])
+    request = json.load(sys.stdin)
+    end_with(request["parent"])
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
     load_plugins()
-    run_server(ServerArgs(**told["arguments"]))
+    run_server(ServerArgs(**request["arguments"]))
 
 
 if __name__ == "__main__":

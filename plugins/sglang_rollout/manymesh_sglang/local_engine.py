@@ -24,7 +24,7 @@ from manymesh.parts.environment import environment_of
 from manymesh.parts.scoring import RowScore
 from manymesh_sglang.arguments import SPARE, arguments, cannot_run, died, environment
 from manymesh_sglang.config import SglangRolloutConfig
-from manymesh_sglang.flat import flatten
+from manymesh_sglang.flattened_bucket import flatten
 from manymesh_sglang.sampling import PROBE, check_probe, row_score, score_request
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class LocalEngine:
     def __init__(
         self, config: SglangRolloutConfig, facts: ModelFacts, device: torch.device, *, has_tokenizer: bool
     ) -> None:
-        made = arguments(config, facts, device, has_tokenizer=has_tokenizer)
+        options = arguments(config, facts, device, has_tokenizer=has_tokenizer)
         self._timeout_s, self._device = config.update_timeout_s, device
         with environment_of(environment(device)), _signals_kept():
             from sglang.srt.entrypoints.engine import Engine
@@ -49,7 +49,7 @@ class LocalEngine:
             before = set(multiprocessing.active_children())
             try:
                 with _may_have_children():
-                    self.engine = Engine(**made, log_requests=False, custom_sigquit_handler=_ignore)
+                    self.engine = Engine(**options, log_requests=False, custom_sigquit_handler=_ignore)
             except (ValueError, NotImplementedError, RuntimeError, ImportError, AssertionError) as error:
                 for child in set(multiprocessing.active_children()) - before:
                     child.kill()
@@ -80,12 +80,12 @@ class LocalEngine:
         Raises:
             ManymeshError: its process has died.
         """
-        asked = self.engine.async_generate(
+        answering = self.engine.async_generate(
             input_ids=[list(row) for row in prompts],
             sampling_params=[dict(each) for each in parameters],
             return_logprob=True,
         )
-        answers = self._run(asked, None)
+        answers = self._run(answering, None)
         return list(answers) if isinstance(answers, list) else [answers]
 
     def score(self, rows: Sequence[Sequence[int]], temperature: float, top_k: int) -> list[RowScore]:
@@ -123,9 +123,9 @@ class LocalEngine:
         """Drop the KV cache of other weights. Raises ManymeshError where SGLang keeps some of it."""
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
-        done = self._run(self._manager.flush_cache(), self._timeout_s)
-        if not done.success:
-            raise ManymeshError("SGLang keeps the KV cache of the old weights", have=done.message)
+        flush = self._run(self._manager.flush_cache(), self._timeout_s)
+        if not flush.success:
+            raise ManymeshError("SGLang keeps the KV cache of the old weights", have=flush.message)
         request = UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
         self._run(self._manager.update_weight_version(request), self._timeout_s)
 

@@ -68,9 +68,9 @@ class SglangRollout(BaseReleasingRollout):
         engine, asking = self._running()
         rows, sample = repeat_samples(read_prompts(prompts), sampling.num_samples)
         parameters = asking.parameters(rows, sampling, sample)
-        said = engine.generate(token_lists(rows["prompt_ids"]), parameters) if parameters else []
+        replies = engine.generate(token_lists(rows["prompt_ids"]), parameters) if parameters else []
         answers = [Answer(f"row {row}", is_certain(sampling)) for row in range(len(rows))]
-        deltas = [each.read(row) for each, row in zip(answers, said, strict=True)]
+        deltas = [each.read(row) for each, row in zip(answers, replies, strict=True)]
         return answer(
             rows,
             [[token for delta in row for token in delta.token_ids] for row in deltas],

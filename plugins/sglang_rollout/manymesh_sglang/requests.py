@@ -15,10 +15,10 @@ from core.rollout import SamplingParams
 from manymesh.parts.rollout_checks import check_stop_strings, eos_ids, has_tokenizer, load_tokenizer, stop_ids
 from manymesh.parts.rollout_rows import check_prompts
 from manymesh.parts.row_seeds import row_keys
-from manymesh_sglang import sampling as asked
+from manymesh_sglang import sampling as sglang_sampling
 from manymesh_sglang.arguments import context
 from manymesh_sglang.config import SglangRolloutConfig
-from manymesh_sglang.marks import SEED_BITS
+from manymesh_sglang.sampler_protocol import SEED_BITS
 
 
 @attrs.frozen
@@ -57,7 +57,7 @@ class Asking:
             Refused: what cannot be sampled.
         """
         check_prompts(prompts, self.vocab_size, self.context, sampling.max_new_tokens)
-        asked.check(sampling)
+        sglang_sampling.check(sampling)
         ends = stop_ids(sampling, self.eos, self.vocab_size)
         check_stop_strings(sampling)
         if sampling.stop and not self.has_tokenizer:
@@ -65,7 +65,7 @@ class Asking:
         seeds: Sequence[int | None] = [None] * len(prompts)
         if sampling.seed is not None:
             seeds = (row_keys(sampling.seed, prompts["prompt_id"].cpu(), sample) >> (64 - SEED_BITS)).tolist()
-        return [asked.request(sampling, ends, seed) for seed in seeds]
+        return [sglang_sampling.request(sampling, ends, seed) for seed in seeds]
 
 
 def may_release(config: SglangRolloutConfig, device: torch.device) -> None:

@@ -13,7 +13,7 @@ from sglang.srt.layers.logprob_processor import LogprobResult
 from sglang.srt.layers.sampler import Sampler
 
 from core.rollout import LogProbKind
-from manymesh_sglang.marks import KINDS
+from manymesh_sglang.sampler_protocol import KINDS
 
 RAW, TEMPERATURE, PROCESSED = (KINDS.index(kind) for kind in LogProbKind)
 
@@ -45,21 +45,21 @@ class RowSampler(Sampler):
             processed = None
         else:
             tempered = logits / temperatures
-            kept = truncated(tempered, sampling_info)
-            plain = plain and kept is tempered
-            processed = kept.log_softmax(-1)
+            truncated_logits = truncated(tempered, sampling_info)
+            plain = plain and truncated_logits is tempered
+            processed = truncated_logits.log_softmax(-1)
             tokens = draw(processed.exp(), uniforms(stream, positions))
         if return_logprob:
             at = tokens[:, None]
             scale = torch.where(kind[:, None] == RAW, 1.0, temperatures)
-            asked = untouched / scale
-            values = asked.gather(1, at)[:, 0] - asked.logsumexp(-1)
+            logits_of_kind = untouched / scale
+            values = logits_of_kind.gather(1, at)[:, 0] - logits_of_kind.logsumexp(-1)
             certain = torch.zeros_like(values) if processed is None else processed.gather(1, at)[:, 0]
             values = torch.where(kind == PROCESSED, certain, values)
             result = LogprobResult(token_logprobs=values)
             if any(top_logprobs_nums) or any(each is not None for each in token_ids_logprobs):  # others' requests
                 result = self.output_logprob_processor.compute_logprobs(
-                    asked.log_softmax(-1), list(top_logprobs_nums), list(token_ids_logprobs), tokens
+                    logits_of_kind.log_softmax(-1), list(top_logprobs_nums), list(token_ids_logprobs), tokens
                 )
                 result.token_logprobs = values
             result.write_output_to(logits_output)

@@ -16,8 +16,8 @@ import attrs
 from core.errors import ManymeshError, Refused
 from core.rollout import GenerationDelta, LogProbKind, SamplingParams
 from manymesh.parts.scoring import RowScore
-from manymesh.parts.served_rows import by_version
-from manymesh_sglang.marks import KIND, SCORE, SEED_BITS, SWITCH
+from manymesh.parts.server_rows import by_version
+from manymesh_sglang.sampler_protocol import KIND, SCORE, SEED_BITS, SWITCH
 
 FINISHED = ("stop", "length", "abort")
 MAX_PENALTY = 2.0
@@ -72,13 +72,13 @@ def score_request(temperature: float) -> dict[str, Any]:
     return request(sampling, (), 0) | {"custom_params": {KIND: SCORE}}
 
 
-def row_score(said: Mapping[str, Any], num_tokens: int, top_k: int) -> RowScore:
+def row_score(reply: Mapping[str, Any], num_tokens: int, top_k: int) -> RowScore:
     """What SGLang says of a text's tokens behind its first, and of the most likely ones.
 
     Raises:
         ManymeshError: SGLang gave up on the request, or lacks tokens.
     """
-    meta = said["meta_info"]
+    meta = reply["meta_info"]
     if finish_reason(meta.get("finish_reason"), "score") == "abort":
         raise ManymeshError("SGLang gave up on a score", have="abort", mend="score again")
     values = [each[0] for each in meta["input_token_logprobs"][1:]]
@@ -95,9 +95,9 @@ def row_score(said: Mapping[str, Any], num_tokens: int, top_k: int) -> RowScore:
 PROBE = request(SamplingParams(temperature=0.0, max_new_tokens=1, log_probs=LogProbKind.PROCESSED), (), 0)
 
 
-def check_probe(said: Mapping[str, Any], where: str) -> None:
+def check_probe(reply: Mapping[str, Any], where: str) -> None:
     """Raises Refused where the answer to PROBE shows that SGLang samples its own way: it knows no such kind."""
-    [value] = [each[0] for each in said["meta_info"]["output_token_logprobs"]]
+    [value] = [each[0] for each in reply["meta_info"]["output_token_logprobs"]]
     if value != 0:
         raise Refused(
             "the server has no streams and log-probabilities by row",
@@ -123,18 +123,18 @@ class Answer:
     num_tokens: int = 0
     finish_reason: str | None = None
 
-    def read(self, said: Mapping[str, Any]) -> list[GenerationDelta]:
+    def read(self, reply: Mapping[str, Any]) -> list[GenerationDelta]:
         """What is new in it, cut where weight versions begin.
 
         Raises:
             ManymeshError: SGLang gave up on the request, or the model has logits that are not finite.
         """
-        meta = said["meta_info"]
+        meta = reply["meta_info"]
         reason = finish_reason(meta.get("finish_reason"), self.request_id)
         end = int(meta["completion_tokens"])
         # An aborted stream may say its last token again, so that what is new is counted, not believed.
         num_new = end - self.num_tokens
-        tokens = tuple(said["output_ids"][-num_new:]) if num_new else ()
+        tokens = tuple(reply["output_ids"][-num_new:]) if num_new else ()
         values = tuple(each[0] for each in meta.get("output_token_logprobs", ())[-num_new:]) if num_new else ()
         if len(tokens) < num_new or len(values) < num_new:
             raise ManymeshError(
@@ -167,15 +167,15 @@ def number(version: str) -> str:
     return version if version.isdecimal() else "0"
 
 
-def finish_reason(said: Mapping[str, Any] | None, request_id: str) -> str | None:
+def finish_reason(info: Mapping[str, Any] | None, request_id: str) -> str | None:
     """ "stop", "length" or "abort"; None while it runs. Raises ManymeshError where SGLang gave up."""
-    if said is None:
+    if info is None:
         return None
-    reason = said["type"]
-    status = said.get("status_code")
+    reason = info["type"]
+    status = info.get("status_code")
     if reason not in FINISHED or (reason == "abort" and status is not None and int(status) >= 400):
         raise ManymeshError(
-            "SGLang gave up on a request", have=f"{reason}: {said.get('message', '')}", where=f"request {request_id!r}"
+            "SGLang gave up on a request", have=f"{reason}: {info.get('message', '')}", where=f"request {request_id!r}"
         )
     return str(reason)
 

@@ -9,7 +9,7 @@ import os
 import secrets
 from typing import Any
 
-from manymesh_sglang.marks import KIND, KINDS, SCORE, SEED_BITS, SWITCH
+from manymesh_sglang.sampler_protocol import KIND, KINDS, SCORE, SEED_BITS, SWITCH
 
 
 def register() -> None:
@@ -88,8 +88,8 @@ def change_scheduler() -> None:
         repetition(self)
         for row, req in enumerate(self.orchestrator.reqs()):
             if _kind(req) is not None and (penalty := req.sampling_params.repetition_penalty) != 1:
-                seen = torch.tensor([*req.origin_input_ids, *req.output_ids], dtype=torch.int64)
-                self.cumulated_repetition_penalties[row, seen.to(self.orchestrator.device)] = penalty
+                token_ids = torch.tensor([*req.origin_input_ids, *req.output_ids], dtype=torch.int64)
+                self.cumulated_repetition_penalties[row, token_ids.to(self.orchestrator.device)] = penalty
 
     def with_temperatures(cls: Any, forward_batch: Any) -> Any:
         """SGLang's log-probabilities of prompts are of the logits as they are; those of our scores are tempered."""
@@ -152,10 +152,10 @@ def _score_temperatures(info: Any) -> Any:
 
 def _method(owner: Any, name: str) -> Any:
     """A method that the class itself has. Raises AttributeError where this SGLang has none of that name."""
-    found = vars(owner).get(name)
-    if found is None:
+    method = vars(owner).get(name)
+    if method is None:
         raise AttributeError(f"manymesh-sglang doesn't know this SGLang: {owner.__name__} has no {name}")
-    return found
+    return method
 
 
 def _kind(req: Any) -> str | None:

@@ -13,12 +13,13 @@ import attrs
 from core.engine import WeightSpec
 from core.errors import DeadlineExceeded, ManymeshError, Refused
 from core.rollout import GenerationDelta, MemoryTag, PauseMode
+from manymesh.parts.base_rollout import Bucket
 from manymesh.parts.event_loop import LoopThread
 from manymesh.parts.scoring import RowScore
 from manymesh_sglang.http import HttpClient, ServerError
 from manymesh_sglang.sampling import PROBE, Answer, check_probe, row_score, score_request
 from manymesh_sglang.server_process import ServerProcess
-from manymesh_sglang.ways import Bucket, Way, told
+from manymesh_sglang.weight_upload import WeightUpload, post_checked
 
 POLL_S = 0.05
 DEATH_S = 3.0  # between a broken connection and the end of the process that broke it
@@ -26,7 +27,7 @@ CALL_S = 60.0  # for what a server answers without running the model
 
 
 @attrs.frozen
-class Request:
+class RowRequest:
     """One row.
 
     Attributes:
@@ -48,30 +49,32 @@ class Running:
 
     Attributes:
         news: its deltas, or the error that it ended with.
-        asked: SGLang was sent it.
-        begun: something has come of it: SGLang knows it.
-        aborted: it shall not begin.
+        is_sent: SGLang was sent it.
+        has_begun: something has come of it: SGLang knows it.
+        is_aborted: it shall not begin.
     """
 
-    request: Request
+    request: RowRequest
     news: asyncio.Queue[GenerationDelta | ManymeshError] = attrs.field(factory=asyncio.Queue)
-    asked: bool = False
-    begun: bool = False
-    aborted: bool = False
+    is_sent: bool = False
+    has_begun: bool = False
+    is_aborted: bool = False
     task: asyncio.Task[None] | None = None
 
 
-class ServerEngine:
-    """manymesh.parts.served_engine.ReleasingEngine over a server.
+class SglangServerEngine:
+    """manymesh.parts.server_engine.ReleasingServerEngine over a server.
 
     Args:
         process: where the server is this process's child: it is ended at the end.
-        way: by which weights get there; made when the client is known.
+        upload: how weights reach the server.
         timeout_s: for each step of a weight update, and a pause that waits for requests has none.
     """
 
-    def __init__(self, client: HttpClient, process: ServerProcess | None, way: Way, timeout_s: float) -> None:
-        self._client, self._process, self._way, self._timeout_s = client, process, way, timeout_s
+    def __init__(
+        self, client: HttpClient, process: ServerProcess | None, upload: WeightUpload, timeout_s: float
+    ) -> None:
+        self._client, self._process, self._upload, self._timeout_s = client, process, upload, timeout_s
         self._running: dict[str, Running] = {}  # by the id of who asks
         self._rows: set[str] = set()  # rids of answers
         self._thread = LoopThread("sglang server")
@@ -92,11 +95,11 @@ class ServerEngine:
         answer = Answer(request.id, request.certain)
         try:
             await self._open.wait()
-            running.asked = True
+            running.is_sent = True
             body = _body([request.prompt_ids], [request.parameters], [request.rid]) | {"stream": True}
-            async for said in self._client.stream("/generate", body):
-                running.begun = True
-                for delta in answer.read(said):
+            async for reply in self._client.stream("/generate", body):
+                running.has_begun = True
+                for delta in answer.read(reply):
                     running.news.put_nowait(delta)
                 if answer.finish_reason is not None:
                     return
@@ -104,12 +107,12 @@ class ServerEngine:
         except ManymeshError as error:
             running.news.put_nowait(await self._explained(error, request.id))
         except asyncio.CancelledError:
-            if not running.aborted:
+            if not running.is_aborted:
                 raise
             # It had not begun.
             running.news.put_nowait(GenerationDelta(request.id, (), (), -1, "abort"))
         finally:
-            running.begun = True
+            running.has_begun = True
             self._running.pop(request.id, None)
 
     async def _explained(self, error: ManymeshError, request_id: str) -> ManymeshError:
@@ -121,16 +124,16 @@ class ServerEngine:
             and asyncio.get_running_loop().time() < deadline
         ):
             await asyncio.sleep(POLL_S)  # a connection breaks before its process has ended
-        if self._process is not None and (said := self._process.explain()):
+        if self._process is not None and (reply := self._process.explain()):
             return ManymeshError(
                 f"request {request_id!r} ended with its server",
-                have=said,
+                have=reply,
                 where=self._client.address,
                 mend="submit it again, to a server that lives",
             )
         return error
 
-    async def answer(self, request: Request, version: int) -> AsyncGenerator[GenerationDelta]:
+    async def answer(self, request: RowRequest, version: int) -> AsyncGenerator[GenerationDelta]:
         """The request's deltas.
 
         Raises:
@@ -157,11 +160,11 @@ class ServerEngine:
                     await self._abort([running])
                 running.task.cancel()
 
-    def stream(self, request: Request, version: int) -> AsyncIterator[GenerationDelta]:
+    def stream(self, request: RowRequest, version: int) -> AsyncIterator[GenerationDelta]:
         """`answer`, for any loop. Closing it aborts the request."""
         return self._thread.follow(self.answer(request, version))
 
-    async def answers(self, requests: Sequence[Request], version: int) -> list[list[GenerationDelta]]:
+    async def answers(self, requests: Sequence[RowRequest], version: int) -> list[list[GenerationDelta]]:
         """All rows by one request of HTTP."""
         rids = [each.rid for each in requests]
         body = _body([each.prompt_ids for each in requests], [each.parameters for each in requests], rids)
@@ -172,53 +175,53 @@ class ServerEngine:
         """All rows by one request of HTTP."""
         rids = [secrets.token_hex(16) for _ in rows]
         body = _body(rows, [score_request(temperature)] * len(rows), rids)
-        said = await self._rows_of(body | {"logprob_start_len": 0, "top_logprobs_num": top_k}, rids, "of score")
-        return [row_score(each, len(row), top_k) for each, row in zip(said, rows, strict=True)]
+        reply = await self._rows_of(body | {"logprob_start_len": 0, "top_logprobs_num": top_k}, rids, "of score")
+        return [row_score(each, len(row), top_k) for each, row in zip(reply, rows, strict=True)]
 
     async def _rows_of(self, body: dict[str, Any], rids: Sequence[str], request_id: str) -> list[Any]:
         """SGLang's answers, by row."""
         await self._open.wait()
         self._rows |= set(rids)
         try:
-            said = await self._client.call("POST", "/generate", body, timeout_s=None)
+            reply = await self._client.call("POST", "/generate", body, timeout_s=None)
         except ManymeshError as error:
             raise await self._explained(error, request_id) from error
         finally:
             self._rows -= set(rids)
-        return said if isinstance(said, list) else [said]
+        return reply if isinstance(reply, list) else [reply]
 
     async def abort(self, request_ids: Sequence[str] | None) -> None:
-        wanted = [each for name, each in self._running.items() if request_ids is None or name in request_ids]
-        await self._abort(wanted)
+        running = [each for name, each in self._running.items() if request_ids is None or name in request_ids]
+        await self._abort(running)
         # Rows of answers that SGLang hears of only now would be missed by one call.
         while request_ids is None and self._rows:
             for rid in tuple(self._rows):
                 await self._post("/abort_request", {"rid": rid})
             await asyncio.sleep(POLL_S)
 
-    async def _abort(self, wanted: Sequence[Running]) -> None:
+    async def _abort(self, running: Sequence[Running]) -> None:
         """End them. One that SGLang doesn't know yet is asked for until it does; one that waits to begin never does."""
-        left = list(wanted)
-        while left:
-            for each in left:
-                if not self._open.is_set() and not each.begun and each.task is not None:
-                    each.aborted = True
+        rest = list(running)
+        while rest:
+            for each in rest:
+                if not self._open.is_set() and not each.has_begun and each.task is not None:
+                    each.is_aborted = True
                     each.task.cancel()
                 else:
                     await self._post("/abort_request", {"rid": each.request.rid})
-            left = [each for each in left if not each.begun and not each.aborted]
-            if left:
+            rest = [each for each in rest if not each.has_begun and not each.is_aborted]
+            if rest:
                 await asyncio.sleep(POLL_S)
 
     async def pause(self, mode: PauseMode) -> None:
         """What is kept loses its KV cache, which is computed anew when it goes on."""
         self._open.clear()
         if mode == "wait":
-            while self._rows or any(each.asked for each in self._running.values()):
+            while self._rows or any(each.is_sent for each in self._running.values()):
                 await asyncio.sleep(POLL_S)
         elif mode == "abort":
             await self.abort(None)
-            while any(each.asked and not each.aborted for each in self._running.values()):
+            while any(each.is_sent and not each.is_aborted for each in self._running.values()):
                 await asyncio.sleep(POLL_S)
         await self._post("/pause_generation", {"mode": "retract"})
         # The pause is not acknowledged; what comes behind it is, and changes nothing.
@@ -241,27 +244,27 @@ class ServerEngine:
     # --------------------------------------------------------------------------------------------- weights
 
     async def begin_load(self, specs: Sequence[WeightSpec], version: int) -> None:
-        await self._way.begin()
+        await self._upload.begin()
 
     async def load(self, bucket: Bucket) -> None:
-        await self._way.load(bucket)
+        await self._upload.load(bucket)
 
     async def end_load(self, version: int) -> None:
-        await self._way.end()
+        await self._upload.end()
         await self._client.call("POST", "/flush_cache", timeout_s=self._timeout_s)
         await self._name_version(str(version), self._timeout_s)
 
     async def _name_version(self, name: str, timeout_s: float) -> None:
-        await told(
+        await post_checked(
             self._client, "/update_weight_version", {"new_version": name, "abort_all_requests": False}, timeout_s
         )
 
     @property
     def is_staged(self) -> bool:
-        return self._way.is_staged
+        return self._upload.is_staged
 
     async def abort_load(self) -> None:
-        await self._way.abort()
+        await self._upload.abort()
 
     async def release(self, tags: Sequence[MemoryTag], released: frozenset[MemoryTag]) -> None:
         await self._client.call("POST", "/release_memory_occupation", {"tags": list(tags)}, timeout_s=self._timeout_s)
@@ -305,7 +308,7 @@ class ServerEngine:
         return info
 
     def shutdown(self) -> None:
-        self.call(self._way.close())
+        self.call(self._upload.close())
         self._thread.end()
         if self._process is not None:
             self._process.end()

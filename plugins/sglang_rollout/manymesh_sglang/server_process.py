@@ -46,10 +46,10 @@ class ServerProcess:
                 env={**os.environ, **environment},
                 start_new_session=True,
             )
-        told = dict(arguments) | {"host": LOOPBACK, "port": self.port, "api_key": self.key}
+        options = dict(arguments) | {"host": LOOPBACK, "port": self.port, "api_key": self.key}
         assert self._process.stdin is not None
         with suppress(BrokenPipeError), self._process.stdin as pipe:  # it died at once: ask its log
-            pipe.write(json.dumps({"parent": os.getpid(), "arguments": told}).encode())
+            pipe.write(json.dumps({"parent": os.getpid(), "arguments": options}).encode())
 
     @property
     def pid(self) -> int:
@@ -64,7 +64,7 @@ class ServerProcess:
 
     def explain(self) -> str:
         """How it ended, and the last lines of its log; "" while it lives."""
-        return f"{said}, its last lines:\n{self.last_lines()}" if (said := self.exit()) else ""
+        return f"{end}, its last lines:\n{self.last_lines()}" if (end := self.exit()) else ""
 
     def last_lines(self, number: int = 20) -> str:
         with suppress(OSError):
@@ -73,8 +73,8 @@ class ServerProcess:
 
     def check(self) -> None:
         """Raises ManymeshError where it has ended, with its last lines."""
-        if said := self.explain():
-            raise died(said)
+        if explanation := self.explain():
+            raise died(explanation)
 
     def end(self) -> None:
         """Kill it and all that it has started, and wait until they are gone."""
@@ -102,5 +102,5 @@ def free_port(port: int) -> int:
             raise Refused(
                 "the port of the server is taken", have=f"{LOOPBACK}:{port}: {error}", mend="choose another, or 0"
             ) from error
-        chosen: int = probe.getsockname()[1]
-        return chosen
+        number: int = probe.getsockname()[1]
+        return number

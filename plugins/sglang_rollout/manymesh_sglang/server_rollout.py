@@ -13,8 +13,8 @@ from core.rollout import SamplingParams
 from manymesh.parts.checkpoint_weights import read_checkpoint
 from manymesh.parts.rollout_checks import not_initialized
 from manymesh.parts.rollout_rows import token_lists
-from manymesh.parts.served_engine import ServedEngine
-from manymesh.parts.served_rollout import ReleasingServedRollout
+from manymesh.parts.server_engine import ServerEngine
+from manymesh.parts.server_rollout import ReleasingServerRollout
 from manymesh.parts.world_mesh import world_mesh, world_size
 from manymesh_sglang.arguments import SPARE, arguments, cannot_run, environment
 from manymesh_sglang.config import SglangServerConfig
@@ -22,12 +22,12 @@ from manymesh_sglang.http import HttpClient
 from manymesh_sglang.plan import server_plan
 from manymesh_sglang.requests import Asking, may_release
 from manymesh_sglang.sampling import is_certain
-from manymesh_sglang.server_engine import Request, ServerEngine
+from manymesh_sglang.server_engine import RowRequest, SglangServerEngine
 from manymesh_sglang.server_process import LOOPBACK, ServerProcess
-from manymesh_sglang.ways import ByCollective, ByDisk, InSharedMemory, Way
+from manymesh_sglang.weight_upload import DiskUpload, DistributedUpload, TensorUpload, WeightUpload
 
 
-class SglangServerRollout(ReleasingServedRollout):
+class SglangServerRollout(ReleasingServerRollout):
     """`core.rollout.RolloutServer` over SGLang: each rank has a replica, a server that ends with its own process, or
     one of `config.addresses`, which is neither started nor ended. Releases memory on CUDA with sleep_mode.
 
@@ -45,26 +45,26 @@ class SglangServerRollout(ReleasingServedRollout):
         super().__init__(config, device, world_mesh(server_plan(config, world_size(), None)))
         self._asking: Asking | None = None
 
-    def _start(self) -> tuple[ServedEngine, dict[str, torch.Tensor]]:
+    def _start(self) -> tuple[ServerEngine, dict[str, torch.Tensor]]:
         facts, expected = read_checkpoint(self._config.model)
         asking = Asking.of(self._config, facts)
         process = None if self._config.addresses else self._process(facts, asking)
         client = self._client(process)
-        engine = ServerEngine(client, process, self._way(client, process), self._config.update_timeout_s)
+        engine = SglangServerEngine(client, process, self._upload(client, process), self._config.update_timeout_s)
         try:
             info = engine.call(engine.ready(self._config.start_timeout_s))
             self._asking = self._fitted(asking, info, client)
         except BaseException as error:
-            said = process.explain() if process is not None else ""
+            explanation = process.explain() if process is not None else ""
             engine.shutdown()
-            if said and isinstance(error, ManymeshError):
-                raise cannot_run(facts, said) from error
+            if explanation and isinstance(error, ManymeshError):
+                raise cannot_run(facts, explanation) from error
             raise
         return engine, expected
 
     def _process(self, facts: ModelFacts, asking: Asking) -> ServerProcess:
-        made = arguments(self._config, facts, self._device, has_tokenizer=asking.has_tokenizer)
-        return ServerProcess(made, environment(self._device), self._config.port)
+        options = arguments(self._config, facts, self._device, has_tokenizer=asking.has_tokenizer)
+        return ServerProcess(options, environment(self._device), self._config.port)
 
     def _client(self, process: ServerProcess | None) -> HttpClient:
         if process is not None:
@@ -72,15 +72,15 @@ class SglangServerRollout(ReleasingServedRollout):
         host, _, port = self._config.addresses[self._mesh.rank].rpartition(":")
         return HttpClient(host, int(port), self._config.api_key)
 
-    def _way(self, client: HttpClient, process: ServerProcess | None) -> Way:
+    def _upload(self, client: HttpClient, process: ServerProcess | None) -> WeightUpload:
         config = self._config
         if config.weights == "disk":
-            return ByDisk(client, config.update_timeout_s, config.weights_dir)
+            return DiskUpload(client, config.update_timeout_s, config.weights_dir)
         if config.weights == "tensor":
-            return InSharedMemory(client, config.update_timeout_s)
+            return TensorUpload(client, config.update_timeout_s)
         # A server of our own has this rank's device too, of which nccl would have one process alone.
         on_gpu = process is None and self._device.type == "cuda"
-        return ByCollective(
+        return DistributedUpload(
             client,
             config.update_timeout_s,
             host=config.host if process is None else LOOPBACK,
@@ -103,14 +103,14 @@ class SglangServerRollout(ReleasingServedRollout):
 
     def _requests(
         self, prompts: TensorDict, sampling: SamplingParams, sample: torch.Tensor, request_ids: Sequence[str]
-    ) -> list[Request]:
+    ) -> list[RowRequest]:
         if self._asking is None:
             raise not_initialized()
         parameters = self._asking.parameters(prompts, sampling, sample)
         certain = is_certain(sampling)
         rows = token_lists(prompts["prompt_ids"])
         return [
-            Request(request_id, tuple(row), each, certain)
+            RowRequest(request_id, tuple(row), each, certain)
             for request_id, row, each in zip(request_ids, rows, parameters, strict=True)
         ]
 

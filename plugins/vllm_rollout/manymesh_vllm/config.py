@@ -82,7 +82,9 @@ class VllmRolloutConfig(RolloutConfig):
                 have=f"max_num_batched_tokens {self.max_num_batched_tokens}, max_model_len {self.max_model_len}",
                 want=f"max_num_batched_tokens of at least {self.max_model_len}",
             )
-        taken = sorted(set(self.vllm) & set(OURS))
-        if taken:
-            named = [f"{name} by the option {OURS[name]}" if OURS[name] else f"{name} by the rollout" for name in taken]
-            raise ConfigError("these arguments of vLLM are set elsewhere", have=", ".join(named), where="vllm")
+        conflicts = sorted(set(self.vllm) & set(OURS))
+        if conflicts:
+            reasons = [
+                f"{name} by the option {OURS[name]}" if OURS[name] else f"{name} by the rollout" for name in conflicts
+            ]
+            raise ConfigError("these arguments of vLLM are set elsewhere", have=", ".join(reasons), where="vllm")

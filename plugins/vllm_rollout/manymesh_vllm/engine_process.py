@@ -85,9 +85,9 @@ class RowKinds(Sampler):
             values.div_(torch.where(tempered & (temperature > _GREEDY), temperature, 1.0).unsqueeze(1))
         sampler = self._processed.forward if LogProbKind.PROCESSED in kinds else super().forward
         out = sampler(logits, sampling_metadata, *args, **kwargs)
-        chosen = values.log_softmax(-1).gather(1, out.sampled_token_ids.long())[:, 0]
+        token_log_probs = values.log_softmax(-1).gather(1, out.sampled_token_ids.long())[:, 0]
         theirs = out.logprobs_tensors.logprobs
-        theirs[:, 0] = torch.where(processed, theirs[:, 0], chosen)
+        theirs[:, 0] = torch.where(processed, theirs[:, 0], token_log_probs)
         return out
 
     def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:
@@ -97,8 +97,8 @@ class RowKinds(Sampler):
 
     def _kinds(self) -> list[str]:
         [runner] = self._runner
-        asked = (runner.requests[name].sampling_params.extra_args or {} for name in runner.input_batch.req_ids)
-        return [each.get(KIND, LogProbKind.RAW) for each in asked]
+        extra_args = (runner.requests[name].sampling_params.extra_args or {} for name in runner.input_batch.req_ids)
+        return [each.get(KIND, LogProbKind.RAW) for each in extra_args]
 
 
 def _end_with_owner() -> None:

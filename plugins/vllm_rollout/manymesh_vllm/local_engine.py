@@ -155,13 +155,13 @@ def check_platform(facts: ModelFacts, device: torch.device) -> None:
         )
 
 
-def _check_groups(wanted: tuple[int, bool]) -> None:
-    used = {engine.groups for engine in _engines}
-    if used - {wanted}:
+def _check_groups(layout: tuple[int, bool]) -> None:
+    layouts = {engine.groups for engine in _engines}
+    if layouts - {layout}:
         raise Refused(
             "vLLM engines of one process share its groups, since vLLM keeps them in globals",
-            have=f"{sorted(used)} (tensor_parallel, with experts)",
-            want=wanted,
+            have=f"{sorted(layouts)} (tensor_parallel, with experts)",
+            want=layout,
             mend="shut the other rollout down first, or give them processes of their own",
         )
 
@@ -176,17 +176,17 @@ def _shared_memory_of_this_world() -> Iterator[None]:
     token = [secrets.token_hex(8)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(token, src=0)
-    told = ExecutorWithExternalLauncher._distributed_args
+    original = ExecutorWithExternalLauncher._distributed_args
 
     def named(executor: Any) -> tuple[str, int, int]:
-        address, rank, local_rank = told(executor)
+        address, rank, local_rank = original(executor)
         return f"{address}:{token[0]}", rank, local_rank
 
     ExecutorWithExternalLauncher._distributed_args = named
     try:
         yield
     finally:
-        ExecutorWithExternalLauncher._distributed_args = told
+        ExecutorWithExternalLauncher._distributed_args = original
 
 
 def _close_groups() -> None:

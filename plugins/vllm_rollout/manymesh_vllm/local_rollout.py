@@ -33,7 +33,7 @@ from manymesh.parts.rollout_rows import answer, check_prompts, read_prompts, rep
 from manymesh.parts.row_seeds import row_keys
 from manymesh.parts.scoring import RowScore, parts, read_sequences, scores
 from manymesh.parts.world_mesh import world_mesh, world_size
-from manymesh_vllm import sampling as asked
+from manymesh_vllm import sampling as vllm_sampling
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.local_engine import LocalEngine, score_limits
 from manymesh_vllm.memory import check_can_sleep, sleep_steps
@@ -112,22 +112,22 @@ class VllmRollout(BaseReleasingRollout):
         """
         version = self._ready().check_can_sample(min_version)
         engine = self._running()
-        given = read_prompts(prompts)
+        prompt_batch = read_prompts(prompts)
         model_config = engine.llm.llm_engine.model_config
         vocab_size = model_config.get_vocab_size()
-        check_prompts(given, vocab_size, model_config.max_model_len, sampling.max_new_tokens)
-        asked.check(sampling)
+        check_prompts(prompt_batch, vocab_size, model_config.max_model_len, sampling.max_new_tokens)
+        vllm_sampling.check(sampling)
         ends = stop_ids(sampling, self._eos, vocab_size)
         check_stop_strings(sampling)
         if sampling.stop and not self._has_tokenizer:
             load_tokenizer(self._config.model)  # says what is missing
-        prompt_rows, sample = repeat_samples(given, sampling.num_samples)
+        prompt_rows, sample = repeat_samples(prompt_batch, sampling.num_samples)
         seeds, randomness = self._randomness(sampling, prompt_rows["prompt_id"].cpu(), sample)
-        rows = asked.requests(sampling, ends, len(prompt_rows), seeds)
+        rows = vllm_sampling.requests(sampling, ends, len(prompt_rows), seeds)
         texts = [{"prompt_token_ids": row} for row in token_lists(prompt_rows["prompt_ids"])]
-        with asked.log_probs_of(engine.worker.model_runner, sampling), randomness:
+        with vllm_sampling.log_probs_of(engine.worker.model_runner, sampling), randomness:
             outputs = engine.llm.generate(texts, rows, use_tqdm=False) if texts else []
-        tokens, log_probs, reasons = asked.answers(
+        tokens, log_probs, reasons = vllm_sampling.answers(
             outputs, sampling, f"weight version {version}, rank {self._mesh.rank}"
         )
         return answer(prompt_rows, tokens, log_probs, reasons, sampling=sampling, weight_version=version)
@@ -146,11 +146,11 @@ class VllmRollout(BaseReleasingRollout):
         vocab_size, longest = score_limits(engine.llm.llm_engine.model_config)
         ids = read_sequences(sequences, vocab_size=vocab_size, longest=longest, temperature=temperature, top_k=top_k)
         values: list[RowScore] = []
-        with asked.logits_divided(engine.worker.model_runner, temperature):
+        with vllm_sampling.logits_divided(engine.worker.model_runner, temperature):
             for part in parts(token_lists(ids), top_k):
                 texts = [{"prompt_token_ids": row} for row in part]
-                outputs = engine.llm.generate(texts, asked.score_request(top_k), use_tqdm=False)
-                values += [asked.row_score(each, top_k) for each in outputs]
+                outputs = engine.llm.generate(texts, vllm_sampling.score_request(top_k), use_tqdm=False)
+                values += [vllm_sampling.row_score(each, top_k) for each in outputs]
         return scores(ids, values, top_k, f"weight version {version}, rank {self._mesh.rank}")
 
     def _randomness(

@@ -24,7 +24,7 @@ def plan(config: VllmRolloutConfig, world_size: int, model: ModelFacts | None) -
         raise Refused("a rollout needs a rank", have=f"world size {world_size}", want="at least 1")
     tp = config.tensor_parallel
     divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    legal = [size for size in divisors if _cuts(model, size)]
+    legal = [size for size in divisors if _can_shard(model, size)]
     if tp not in legal:
         why = "doesn't divide the model's heads" if tp in divisors else f"doesn't divide the {world_size} ranks"
         heads = f", {model.num_heads} heads, {model.num_kv_heads} KV heads" if model is not None else ""
@@ -43,12 +43,12 @@ def server_plan(config: VllmRolloutConfig, world_size: int, model: ModelFacts | 
     Raises:
         Refused: tensor_parallel doesn't divide the model's heads.
     """
-    if not _cuts(model, config.tensor_parallel):
+    if not _can_shard(model, config.tensor_parallel):
         plan(config, config.tensor_parallel, model)  # says which sizes do
     return plan(attrs.evolve(config, tensor_parallel=1), world_size, model)
 
 
-def _cuts(model: ModelFacts | None, tp: int) -> bool:
-    """Whether vLLM can cut the model: query heads evenly, KV heads evenly or each held by several ranks."""
+def _can_shard(model: ModelFacts | None, tp: int) -> bool:
+    """Whether vLLM can shard the model: query heads evenly, KV heads evenly or each held by several ranks."""
     heads, kv_heads = (model.num_heads, model.num_kv_heads) if model is not None else (None, None)
     return (heads is None or heads % tp == 0) and (kv_heads is None or kv_heads % tp == 0 or tp % kv_heads == 0)

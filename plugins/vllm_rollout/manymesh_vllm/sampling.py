@@ -180,19 +180,19 @@ def row_score(request: vllm.RequestOutput, top_k: int) -> RowScore:
     Raises:
         ManymeshError: vLLM gave up on the request, or lacks positions.
     """
-    said, num_tokens = request.prompt_logprobs, len(request.prompt_token_ids or ())
+    log_probs, num_tokens = request.prompt_logprobs, len(request.prompt_token_ids or ())
     [row] = request.outputs
-    if said is None or row.finish_reason not in ("stop", "length"):
+    if log_probs is None or row.finish_reason not in ("stop", "length"):
         raise gave_up(row.finish_reason, request.request_id)
     width = 1 + top_k
-    if len(said.logprobs) != (num_tokens - 1) * width:
+    if len(log_probs.logprobs) != (num_tokens - 1) * width:
         raise ManymeshError(
             "vLLM's scores lack tokens",
-            have=f"{len(said.logprobs)} values",
+            have=f"{len(log_probs.logprobs)} values",
             want=f"{(num_tokens - 1) * width}",
             where=request.request_id,
         )
-    values, tokens = said.logprobs, said.token_ids
+    values, tokens = log_probs.logprobs, log_probs.token_ids
     best = [
         list(zip(tokens[at + 1 : at + width], values[at + 1 : at + width], strict=True))
         for at in range(0, len(values), width)

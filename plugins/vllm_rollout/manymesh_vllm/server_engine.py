@@ -23,12 +23,12 @@ from core.engine import WeightSpec
 from core.errors import ManymeshError, Refused
 from core.manifest import ModelFacts
 from core.rollout import GenerationDelta, LogProbKind, MemoryTag, PauseMode, SamplingParams
+from manymesh.parts.base_rollout import Bucket
 from manymesh.parts.environment import environment_of
 from manymesh.parts.event_loop import LoopThread
 from manymesh.parts.scoring import RowScore
-from manymesh.parts.served_engine import Bucket
-from manymesh.parts.served_rows import by_version
-from manymesh_vllm import sampling as asked
+from manymesh.parts.server_rows import by_version
+from manymesh_vllm import sampling as vllm_sampling
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.engine_process import KIND, OWNER, ServerExtension
 from manymesh_vllm.local_engine import arguments, cannot_run, check_platform
@@ -44,7 +44,7 @@ ENVIRONMENT = {
 
 
 @attrs.frozen
-class Request:
+class RowRequest:
     """One row.
 
     Attributes:
@@ -64,16 +64,16 @@ class Request:
         sampling: SamplingParams,
         stop_ids: Sequence[int],
         seed: int | None,
-    ) -> Request:
-        [parameters] = asked.requests(sampling, stop_ids, 1, None if seed is None else [seed])
+    ) -> RowRequest:
+        [parameters] = vllm_sampling.requests(sampling, stop_ids, 1, None if seed is None else [seed])
         parameters.temperature = sampling.temperature  # log-probabilities are the sampler's affair here
         parameters.extra_args = {KIND: LogProbKind(sampling.log_probs).value}
         parameters.output_kind = RequestOutputKind.DELTA
-        return cls(request_id, tuple(prompt_ids), parameters, asked.is_certain(sampling))
+        return cls(request_id, tuple(prompt_ids), parameters, vllm_sampling.is_certain(sampling))
 
 
-class ServerEngine:
-    """`ReleasingEngine` over vLLM's AsyncLLM, whose process ends with this one, however that ends.
+class VllmServerEngine:
+    """`ReleasingServerEngine` over vLLM's AsyncLLM, whose process ends with this one, however that ends.
 
     Coroutines of this class run on its own loop: `call` waits for one from any thread, `there` awaits one on any loop.
 
@@ -87,12 +87,12 @@ class ServerEngine:
         self, config: VllmRolloutConfig, facts: ModelFacts, device: torch.device, *, has_tokenizer: bool
     ) -> None:
         extension = f"{ServerExtension.__module__}.{ServerExtension.__name__}"
-        made = arguments(config, facts, device, has_tokenizer=has_tokenizer)
-        made |= {"worker_extension_cls": extension, "seed": secrets.randbits(31)}
+        options = arguments(config, facts, device, has_tokenizer=has_tokenizer)
+        options |= {"worker_extension_cls": extension, "seed": secrets.randbits(31)}
         environment = ENVIRONMENT | {OWNER: str(os.getpid())}
         if config.tensor_parallel > 1:
             _check_devices(config.tensor_parallel, device)
-            made["distributed_executor_backend"] = "mp"  # in a Ray actor vLLM would take its placement group
+            options["distributed_executor_backend"] = "mp"  # in a Ray actor vLLM would take its placement group
             # vLLM binds processes to nodes of memory, of which there may be fewer.
             environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         self._running: set[str] = set()
@@ -102,7 +102,7 @@ class ServerEngine:
         self.call, self.there = self._thread.call, self._thread.there
 
         async def build() -> AsyncLLM:  # on the loop, where vLLM starts its tasks
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**made))
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
 
         try:
             with environment_of(environment):
@@ -125,7 +125,7 @@ class ServerEngine:
         except Exception as error:  # vLLM carries the message alone
             raise ManymeshError(f"vLLM's engine failed in {method!r}", have=str(error)) from error
 
-    async def answer(self, request: Request, version: int) -> AsyncGenerator[GenerationDelta]:
+    async def answer(self, request: RowRequest, version: int) -> AsyncGenerator[GenerationDelta]:
         """The request's deltas, each of one weight version.
 
         Args:
@@ -168,14 +168,14 @@ class ServerEngine:
         [internal] = processor.external_req_ids[request_id]
         return list(processor.request_states[internal].weight_version_starts)
 
-    def stream(self, request: Request, version: int) -> AsyncIterator[GenerationDelta]:
+    def stream(self, request: RowRequest, version: int) -> AsyncIterator[GenerationDelta]:
         """`answer`, for any loop. Closing it aborts the request."""
         return self._thread.follow(self.answer(request, version))
 
-    async def answers(self, requests: Sequence[Request], version: int) -> list[list[GenerationDelta]]:
+    async def answers(self, requests: Sequence[RowRequest], version: int) -> list[list[GenerationDelta]]:
         """All deltas by request. When one fails the others are aborted."""
 
-        async def whole(request: Request) -> list[GenerationDelta]:
+        async def whole(request: RowRequest) -> list[GenerationDelta]:
             return [delta async for delta in self.answer(request, version)]
 
         tasks = [asyncio.ensure_future(whole(request)) for request in requests]
@@ -197,9 +197,9 @@ class ServerEngine:
         async def whole(row: Sequence[int]) -> RowScore:
             name = f"score-{secrets.token_hex(8)}"
             [out] = [each async for each in self.llm.generate({"prompt_token_ids": list(row)}, parameters, name)]
-            return asked.row_score(out, top_k)
+            return vllm_sampling.row_score(out, top_k)
 
-        parameters = asked.score_request(top_k)
+        parameters = vllm_sampling.score_request(top_k)
         async with self._scoring:
             await self.rpc("manymesh_score_at", temperature)
             tasks = [asyncio.ensure_future(whole(row)) for row in rows]
@@ -212,12 +212,14 @@ class ServerEngine:
                     task.cancel()
 
     async def abort(self, request_ids: Iterable[str] | None) -> None:
-        wanted = set(self._running) if request_ids is None else self._running & set(request_ids)
-        known = self.llm.output_processor.external_req_ids
-        while any(each not in known for each in wanted & self._beginning):  # vLLM passes over those on their way to it
+        ids = set(self._running) if request_ids is None else self._running & set(request_ids)
+        ids_of_engine = self.llm.output_processor.external_req_ids
+        while any(
+            each not in ids_of_engine for each in ids & self._beginning
+        ):  # vLLM passes over those on their way to it
             await asyncio.sleep(0.001)
-        if wanted:
-            await self.llm.abort(list(wanted))
+        if ids:
+            await self.llm.abort(list(ids))
 
     async def pause(self, mode: PauseMode) -> None:
         """The KV cache stays: it is good until the weights change."""
@@ -285,15 +287,15 @@ def _dead() -> ManymeshError:
 
 
 def _deltas(
-    request: Request, row: Any, starts: Sequence[tuple[str, int]], num_sent: int, version: int, *, finished: bool
+    request: RowRequest, row: Any, starts: Sequence[tuple[str, int]], num_sent: int, version: int, *, finished: bool
 ) -> Iterator[GenerationDelta]:
     """What vLLM has sampled since the last time, cut where weight versions begin."""
-    if finished and row.finish_reason not in asked.FINISHED:
-        raise asked.gave_up(row.finish_reason, request.id)
+    if finished and row.finish_reason not in vllm_sampling.FINISHED:
+        raise vllm_sampling.gave_up(row.finish_reason, request.id)
     tokens = tuple(row.token_ids)
     log_probs = tuple(row.logprobs.logprobs[: len(tokens)]) if tokens else ()
     if not all(map(isfinite, log_probs)):
-        raise asked.not_finite(f"request {request.id!r}, weight version {version}")
+        raise vllm_sampling.not_finite(f"request {request.id!r}, weight version {version}")
     if request.certain:
         log_probs = (0.0,) * len(tokens)
     pieces = by_version(starts, num_sent, num_sent + len(tokens))

@@ -19,18 +19,18 @@ from manymesh.parts.rollout_checks import (
 )
 from manymesh.parts.rollout_rows import check_prompts, token_lists
 from manymesh.parts.row_seeds import row_keys
-from manymesh.parts.served_engine import ServedEngine
-from manymesh.parts.served_rollout import ReleasingServedRollout
+from manymesh.parts.server_engine import ServerEngine
+from manymesh.parts.server_rollout import ReleasingServerRollout
 from manymesh.parts.world_mesh import world_mesh, world_size
-from manymesh_vllm import sampling as asked
+from manymesh_vllm import sampling as vllm_sampling
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.local_engine import score_limits
 from manymesh_vllm.memory import check_can_sleep
 from manymesh_vllm.plan import server_plan
-from manymesh_vllm.server_engine import Request, ServerEngine
+from manymesh_vllm.server_engine import RowRequest, VllmServerEngine
 
 
-class VllmServerRollout(ReleasingServedRollout):
+class VllmServerRollout(ReleasingServerRollout):
     """`core.rollout.RolloutServer` over vLLM: each rank has a replica, an engine in processes that end with its own.
 
     Temperatures below 0.01 are refused. Releases memory on CUDA with sleep_mode.
@@ -44,26 +44,26 @@ class VllmServerRollout(ReleasingServedRollout):
 
     def __init__(self, config: VllmRolloutConfig, device: str | None = None) -> None:
         super().__init__(config, device, world_mesh(server_plan(config, world_size(), None)))
-        self._vllm: ServerEngine | None = None
+        self._vllm: VllmServerEngine | None = None
         self._eos: tuple[int, ...] = ()
         self._has_tokenizer = False
 
-    def _start(self) -> tuple[ServedEngine, dict[str, torch.Tensor]]:
+    def _start(self) -> tuple[ServerEngine, dict[str, torch.Tensor]]:
         facts, expected = read_checkpoint(self._config.model)
         self._eos = eos_ids(facts.path)
         self._has_tokenizer = has_tokenizer(facts.path)
-        self._vllm = ServerEngine(self._config, facts, self._device, has_tokenizer=self._has_tokenizer)
+        self._vllm = VllmServerEngine(self._config, facts, self._device, has_tokenizer=self._has_tokenizer)
         return self._vllm, expected
 
     def _requests(
         self, prompts: TensorDict, sampling: SamplingParams, sample: torch.Tensor, request_ids: Sequence[str]
-    ) -> list[Request]:
+    ) -> list[RowRequest]:
         if self._vllm is None:
             raise not_initialized()
         model_config = self._vllm.llm.model_config
         vocab_size = model_config.get_vocab_size()
         check_prompts(prompts, vocab_size, model_config.max_model_len, sampling.max_new_tokens)
-        asked.check_untempered(sampling)
+        vllm_sampling.check_untempered(sampling)
         ends = stop_ids(sampling, self._eos, vocab_size)
         check_stop_strings(sampling)
         if sampling.stop and not self._has_tokenizer:
@@ -74,7 +74,7 @@ class VllmServerRollout(ReleasingServedRollout):
             seeds = (row_keys(sampling.seed, prompts["prompt_id"].cpu(), sample) >> 1).tolist()
         rows = token_lists(prompts["prompt_ids"])
         return [
-            Request.of(request_id, row, sampling, ends, seed)
+            RowRequest.of(request_id, row, sampling, ends, seed)
             for request_id, row, seed in zip(request_ids, rows, seeds, strict=True)
         ]
 

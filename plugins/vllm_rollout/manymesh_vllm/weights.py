@@ -59,11 +59,11 @@ class Reload:
         """
         for layer in self._model.modules():
             for _, arguments in get_layerwise_info(layer).loaded_weights:
-                held = arguments.arguments
-                for key, value in held.items():
+                tensors = arguments.arguments
+                for key, value in tensors.items():
                     if isinstance(value, torch.Tensor) and key != "param" and not hasattr(value, _OURS):
-                        held[key] = value.clone()
-                        setattr(held[key], _OURS, True)
+                        tensors[key] = value.clone()
+                        setattr(tensors[key], _OURS, True)
 
     def finish(self) -> None:
         """Put the new weights to use, once all have come. Raises ManymeshError where vLLM left some as they were."""

@@ -72,8 +72,8 @@ def probe(mode: DispatchMode) -> type[Worker]:
 
         @register(Dispatch.ONE_TO_ALL)
         def last(self) -> Given | None:
-            given, self.given = self.given, None
-            return given
+            last_call, self.given = self.given, None
+            return last_call
 
     return Probe
 
@@ -123,10 +123,10 @@ class DispatchSuite(Conformance):
         """No rank works for nothing: ranks have the same rows, or none in common."""
         group = self.group(world_size)
         group.triple(batch_of(4 * world_size))
-        given = [tuple(each.rows) for each in group.last() if each is not None]
-        parts = set(given)
+        rows_by_rank = [tuple(each.rows) for each in group.last() if each is not None]
+        parts = set(rows_by_rank)
         rows = sorted(row for part in parts for row in part)
-        assert rows == list(range(1, 4 * world_size + 1)), f"rows by rank: {given}"
+        assert rows == list(range(1, 4 * world_size + 1)), f"rows by rank: {rows_by_rank}"
 
     @of_rows
     def test_the_callers_batch_stays_as_it_was(self, world_size: int) -> None:

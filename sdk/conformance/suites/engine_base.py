@@ -157,10 +157,10 @@ def micro_batches(engine: Any, batch: TensorDict, number: int = 1) -> list[Tenso
     mesh, limits = engine.mesh, engine.limits
     rows = torch.arange(len(batch))[mesh.dp_rank :: mesh.dp_size]
     number = -(-min(number, len(rows)) // limits.micro_batch_multiple) * limits.micro_batch_multiple
-    return [cut(select(batch, part), limits.sequence_multiple) for part in rows.tensor_split(number)]
+    return [trim_width(select(batch, part), limits.sequence_multiple) for part in rows.tensor_split(number)]
 
 
-def cut(batch: TensorDict, multiple: int) -> TensorDict:
+def trim_width(batch: TensorDict, multiple: int) -> TensorDict:
     """As narrow as its longest row, with the noise that its padding holds."""
     longest = max(1, int(batch["attention_mask"].sum(1).max()) if len(batch) else 1)
     width = -(-longest // multiple) * multiple
@@ -191,11 +191,11 @@ def infer(
     temperature: float = TEMPERATURE,
 ) -> Tensors | None:
     """Outputs of the whole batch on this rank, whatever its peers are given; None where the last stage is elsewhere."""
-    wide = batch if batch["input_ids"].shape[1] % engine.limits.sequence_multiple == 0 else cut(batch, 1)
-    given = [wide] * engine.limits.micro_batch_multiple
+    wide = batch if batch["input_ids"].shape[1] % engine.limits.sequence_multiple == 0 else trim_width(batch, 1)
+    parts = [wide] * engine.limits.micro_batch_multiple
     with mode() if mode else engine.eval_mode():
         results = engine.forward_backward(
-            given, None, scale_of(batch), temperature=temperature, forward_only=True, outputs=outputs
+            parts, None, scale_of(batch), temperature=temperature, forward_only=True, outputs=outputs
         )
     if results is None or results[0].outputs is None:
         return None

@@ -42,7 +42,7 @@ class Run:
     saved: Tensors
     end: Tensors
     rates: list[float]
-    drawn: float
+    random_number: float
 
 
 def save_and_go_on(rank: int, world_size: int, subject: Subject, model: str, loss: LossFn, path: str) -> Run:
@@ -50,18 +50,18 @@ def save_and_go_on(rank: int, world_size: int, subject: Subject, model: str, los
         for batch in BATCHES[:2]:
             step(engine, batch, loss)
         engine.save_checkpoint(path, step=2)
-        saved, drawn = weights(engine), torch.rand(1).item()
+        saved, random_number = weights(engine), torch.rand(1).item()
         rates = [step(engine, batch, loss)[2] for batch in BATCHES[2:]]
-        return Run(2, saved, weights(engine), rates, drawn)
+        return Run(2, saved, weights(engine), rates, random_number)
 
 
 def load_and_go_on(rank: int, world_size: int, subject: Subject, model: str, loss: LossFn, path: str) -> Run:
     with engine_of(subject, model, DECAYING) as engine:
         step(engine, BATCHES[3], loss)  # state of another run, to be replaced
         at = engine.load_checkpoint(path)
-        saved, drawn = weights(engine), torch.rand(1).item()
+        saved, random_number = weights(engine), torch.rand(1).item()
         rates = [step(engine, batch, loss)[2] for batch in BATCHES[2:]]
-        return Run(at, saved, weights(engine), rates, drawn)
+        return Run(at, saved, weights(engine), rates, random_number)
 
 
 def at_the_start(
@@ -95,11 +95,11 @@ def save_with_full_disk(
         engine.save_checkpoint(path, step=1)
         step(engine, BATCHES[0], loss)
         answer = answer_to(lambda: with_room(1000 if rank == full_rank else None, engine, path))
-        left = sorted(entry.name for entry in Path(path).parent.iterdir())
+        names = sorted(entry.name for entry in Path(path).parent.iterdir())
         trained = weights(engine)
         result: dict[str, Any] = {
             "answer": answer,
-            "left": left,
+            "left": names,
             "older": answer_to(lambda: engine.load_checkpoint(path)),
         }
         result["changed"] = differing(weights(engine), start)
@@ -208,7 +208,7 @@ class CheckpointSuite(EngineSuite):
         path, unbroken = self.saved(world_size)
         runs = self.on(world_size, load_and_go_on, self.model_of_suite(), self.loss(), path)
         self.check(runs, unbroken[0])
-        assert [run.drawn for run in runs] == [run.drawn for run in unbroken], "random generators go on"
+        assert [run.random_number for run in runs] == [run.random_number for run in unbroken], "random generators go on"
 
     @offered(Capability.CHECKPOINT)
     @same_for_every_model_type
@@ -262,8 +262,8 @@ class CheckpointSuite(EngineSuite):
         plain = self.plain()
         ranks = self.on(self.worlds_used()[-1], load_spoilt, model, self.loss(), other, str(tmp_path))
         for answers, changed, end in ranks:
-            taken = {name: answer for name, answer in answers.items() if not answer.startswith("refused")}
-            assert taken == {}, "what was not refused"
+            wrong = {name: answer for name, answer in answers.items() if not answer.startswith("refused")}
+            assert wrong == {}, "what was not refused"
             assert answers == ranks[0][0], "all ranks say the same"
             assert changed == []
             assert_moved_alike(end, plain.end, plain.start, limit=1e-3)

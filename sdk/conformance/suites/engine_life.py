@@ -63,11 +63,11 @@ def open_and_close(rank: int, world_size: int, subject: Subject, model: str, los
     engine.initialize()
     again = step(engine, BATCHES[0], loss)
     engine.shutdown()
-    left: dict[str, Any] = {name: (before[name], value) for name, value in after.items() if value != before[name]}
-    left |= {f"{name} after another": (after[name], v) for name, v in around().items() if v != after[name]}
+    leftovers: dict[str, Any] = {name: (before[name], value) for name, value in after.items() if value != before[name]}
+    leftovers |= {f"{name} after another": (after[name], v) for name, v in around().items() if v != after[name]}
     left_in_process = left_behind(state, process_state())
     restore(state)
-    return {"answers": answers, "left": left, "left in process": left_in_process, "steps": (first, again)}
+    return {"answers": answers, "left": leftovers, "left in process": left_in_process, "steps": (first, again)}
 
 
 def child_processes() -> list[int]:
@@ -98,10 +98,10 @@ def answers_to_bad_requests(
             requests["a loss without gradient"] = (rows, Detached(loss), {})
         answers = {}
         for batch in batches:
-            for name, (given, asked, options) in requests.items():
+            for name, (parts, loss_fn, options) in requests.items():
                 with engine.train_mode():
                     answers[name] = answer_to(
-                        partial(engine.forward_backward, given, asked, scale_of(batch), **options)
+                        partial(engine.forward_backward, parts, loss_fn, scale_of(batch), **options)
                     )
             if engine.mesh.layout.size("pp") > 1:  # else the last request failed in a pass, which drops gradients
                 engine.optimizer_zero_grad()
@@ -169,8 +169,8 @@ def eval_between(
             engine.forward_backward(micro_batches(engine, batch), loss, scale_of(batch), temperature=TEMPERATURE)
             infer(engine, BATCHES[2], outputs)
             if engine.mesh.layout.size("pp") == 1:  # an evaluation that fails, on all ranks
-                given = micro_batches(engine, BATCHES[2], 2)
-                failing = partial(engine.forward_backward, given, RefusesSecond(loss), scale_of(BATCHES[2]))
+                parts = micro_batches(engine, BATCHES[2], 2)
+                failing = partial(engine.forward_backward, parts, RefusesSecond(loss), scale_of(BATCHES[2]))
                 assert answer_to(partial(failing, forward_only=True)) == "refused: the batch lacks a column"
             engine.optimizer_step()
             engine.lr_scheduler_step()
@@ -184,10 +184,10 @@ def outputs_in_modes(
     try:
         with engine_of(subject, model, OptimizerConfig(lr=0.0, weight_decay=0.0)) as engine:
             with engine.train_mode():
-                given = micro_batches(engine, BATCHES[0])
-                results = engine.forward_backward(given, loss, scale_of(BATCHES[0]), outputs=outputs)
-            kept = any(each.outputs is not None for each in results or ())
-            return [infer(engine, BATCHES[0], outputs) for _ in range(2)], kept
+                parts = micro_batches(engine, BATCHES[0])
+                results = engine.forward_backward(parts, loss, scale_of(BATCHES[0]), outputs=outputs)
+            has_outputs = any(each.outputs is not None for each in results or ())
+            return [infer(engine, BATCHES[0], outputs) for _ in range(2)], has_outputs
     except Refused as error:
         return str(error)
 
@@ -196,7 +196,7 @@ def inference_only(
     rank: int, world_size: int, subject: Subject, model: str, outputs: frozenset[str], loss: LossFn
 ) -> tuple[dict[str, str], bool]:
     with engine_of(subject, model, trainable=False) as engine:
-        made = infer(engine, BATCHES[0], outputs)
+        values = infer(engine, BATCHES[0], outputs)
         rows = micro_batches(engine, BATCHES[0])
         calls: dict[str, Callable[[], Any]] = {
             "train_mode": lambda: engine.train_mode().__enter__(),
@@ -205,7 +205,7 @@ def inference_only(
             "lr_scheduler_step": engine.lr_scheduler_step,
             "forward_backward": lambda: engine.forward_backward(rows, loss, scale_of(BATCHES[0])),
         }
-        return {name: answer_to(call) for name, call in calls.items()}, made is None or made.keys() == outputs
+        return {name: answer_to(call) for name, call in calls.items()}, values is None or values.keys() == outputs
 
 
 def rates_of(rank: int, world_size: int, subject: Subject, model: str) -> list[float]:
@@ -250,16 +250,16 @@ def refused_to_read(rank: int, world_size: int, subject: Subject, model: str) ->
 def spoilt(source: str, directory: Path, how: str) -> str:
     if how == "is missing":
         return str(directory / "nowhere")
-    made = Path(shutil.copytree(source, directory / "spoilt"))
-    file = made / "model.safetensors"
+    target = Path(shutil.copytree(source, directory / "spoilt"))
+    file = target / "model.safetensors"
     if how == "has no weights":
         file.unlink()
     elif how == "has weights that are cut":
         file.write_bytes(file.read_bytes()[:-5000])
     else:
-        config = json.loads((made / "config.json").read_text())
-        (made / "config.json").write_text(json.dumps(config | {"intermediate_size": 256}))
-    return str(made)
+        config = json.loads((target / "config.json").read_text())
+        (target / "config.json").write_text(json.dumps(config | {"intermediate_size": 256}))
+    return str(target)
 
 
 class LifeSuite(EngineSuite):
@@ -289,15 +289,15 @@ class LifeSuite(EngineSuite):
 
     def lives(self, world_size: int) -> list[dict[str, Any]]:
         model = self.model_of_suite()
-        made = self.once(("lives", world_size), lambda: self.on(world_size, open_and_close, model, self.loss()))
-        return [each | {"answers": dict(each["answers"])} for each in made]
+        ranks = self.once(("lives", world_size), lambda: self.on(world_size, open_and_close, model, self.loss()))
+        return [each | {"answers": dict(each["answers"])} for each in ranks]
 
     @same_for_every_model_type
     def test_bad_requests_are_refused_and_leave_the_engine_as_it_was(self, world_size: int) -> None:
         model, plain = self.model_of_suite(), self.plain()
         for answers, end, without in self.on(world_size, answers_to_bad_requests, model, self.loss(), BATCHES[:2]):
-            taken = {name: answer for name, answer in answers.items() if not answer.startswith("refused")}
-            assert taken == {}, "requests that were not refused"
+            wrong = {name: answer for name, answer in answers.items() if not answer.startswith("refused")}
+            assert wrong == {}, "requests that were not refused"
             assert without.startswith("refused"), f"a step without gradients: {without}"
             assert_moved_alike(end, plain.end, plain.start, limit=1e-3, what="steps after refusals")
 
@@ -340,8 +340,8 @@ class LifeSuite(EngineSuite):
             if isinstance(each, str):
                 assert "dropout" in each
                 continue
-            (first, second), kept = each
-            assert not kept, "when training, outputs are dropped micro-batch by micro-batch"
+            (first, second), has_outputs = each
+            assert not has_outputs, "when training, outputs are dropped micro-batch by micro-batch"
             for name in first or ():
                 assert first is not None
                 assert second is not None
@@ -353,8 +353,8 @@ class LifeSuite(EngineSuite):
         model = self.model_of_suite()
         for answers, right in self.on(self.worlds_used()[-1], inference_only, model, self.outputs(), self.loss()):
             assert right, "it infers"
-            taken = {name: answer for name, answer in answers.items() if not answer.startswith("refused")}
-            assert taken == {}, "calls that were not refused"
+            wrong = {name: answer for name, answer in answers.items() if not answer.startswith("refused")}
+            assert wrong == {}, "calls that were not refused"
 
     @same_for_every_model_type
     def test_the_schedule_is_the_one_of_the_options(self) -> None:

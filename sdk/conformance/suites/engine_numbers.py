@@ -48,16 +48,16 @@ def infer_parts(
 ) -> tuple[int, list[tuple[Tensors, bool, dict[str, float]]]] | None:
     """By micro-batch, of three: outputs, whether any requires a gradient, metrics; and this rank's dp rank."""
     with engine_of(subject, model, trainable=False, **options) as engine:
-        given = micro_batches(engine, batch, 3)
+        batches = micro_batches(engine, batch, 3)
         with engine.eval_mode():
-            run = partial(engine.forward_backward, given, temperature=TEMPERATURE, forward_only=True)
+            run = partial(engine.forward_backward, batches, temperature=TEMPERATURE, forward_only=True)
             results = run(loss, scale_of(batch), outputs=outputs)
-            asked = frozenset(sorted(outputs)[:1])
-            some = run(None, scale_of(batch), outputs=asked)
+            names = frozenset(sorted(outputs)[:1])
+            some = run(None, scale_of(batch), outputs=names)
             none = run(loss, scale_of(batch))
         if results is None:
             return None
-        assert all(each.outputs.keys() == asked for each in some), "outputs are those that were asked for"
+        assert all(each.outputs.keys() == names for each in some), "outputs are those that were asked for"
         assert all(each.outputs is None for each in none), "no outputs where none were asked for"
         parts = [
             (
@@ -166,10 +166,10 @@ class NumbersSuite(EngineSuite):
         for dp_rank, parts in ranks:
             mine = torch.arange(len(batch))[dp_rank::dp_size]
             number = len(parts)
-            for rows, (made, with_gradient, _) in zip(mine.tensor_split(number), parts, strict=True):
-                assert made.keys() == outputs, "outputs are those that were asked for"
+            for rows, (values, with_gradient, _) in zip(mine.tensor_split(number), parts, strict=True):
+                assert values.keys() == outputs, "outputs are those that were asked for"
                 assert not with_gradient, "outputs are detached"
-                for name, value in made.items():
+                for name, value in values.items():
                     width = value.shape[1]
                     assert_close(value, plain[name][rows, :width], atol=2e-5, rtol=1e-4, what=name)
             total[dp_rank] = sum(metrics["loss"] for *_, metrics in parts)
@@ -183,10 +183,10 @@ class NumbersSuite(EngineSuite):
         with torch.no_grad():
             want = [reference.outputs(BATCHES[0], temperature) for temperature in warm]
         for rank in ranks:
-            for made, plain in zip(rank, want, strict=True):
-                for name in made or ():
-                    assert made is not None
-                    assert_close(made[name], plain[name], atol=2e-5, rtol=1e-4, what=name)
+            for values, plain in zip(rank, want, strict=True):
+                for name in values or ():
+                    assert values is not None
+                    assert_close(values[name], plain[name], atol=2e-5, rtol=1e-4, what=name)
 
     def test_top_log_probs_are_those_of_the_given_ids_in_value_and_gradient(self, world_size: int) -> None:
         """Where the plan's limits offer them; a batch without `teacher_ids` is refused then."""
@@ -197,9 +197,9 @@ class NumbersSuite(EngineSuite):
         trainer = PlainTrainer(self.model_of_suite(), PLAIN_STEP)
         start, outputs = trainer.weights(), trainer.outputs(batch)["top_log_probs"].detach()
         (_, norm), end = trainer.step(batch, loss), trainer.weights()
-        for made, have, ended, answer in self.on(world_size, distil, self.model_of_suite(), batch, BATCHES[0], loss):
-            if made is not None:
-                assert_close(made["top_log_probs"], outputs, atol=2e-5, rtol=1e-4, what="top_log_probs")
+        for values, have, ended, answer in self.on(world_size, distil, self.model_of_suite(), batch, BATCHES[0], loss):
+            if values is not None:
+                assert_close(values["top_log_probs"], outputs, atol=2e-5, rtol=1e-4, what="top_log_probs")
             assert have == pytest.approx(norm, rel=1e-3)
             assert_moved_alike(ended, end, start, limit=1e-3)
             assert answer.startswith("refused"), f"a batch without teacher_ids: {answer}"
@@ -213,9 +213,9 @@ class NumbersSuite(EngineSuite):
         start, (loss, norm), end = trainer.weights(), trainer.step(real), trainer.weights()
         world_size = self.worlds_used()[-1]
         ranks = self.on(world_size, step_once, self.model_of_suite(), filled, self.loss())
-        for _, have, made in ranks:
+        for _, have, values in ranks:
             assert have == pytest.approx(norm, rel=1e-3)
-            assert_moved_alike(made, end, start, limit=1e-3)
+            assert_moved_alike(values, end, start, limit=1e-3)
         assert loss
 
     def test_matrices_decay_and_norms_and_biases_do_not(self) -> None:
@@ -243,12 +243,12 @@ class NumbersSuite(EngineSuite):
         having = [rank.outputs for rank in ranks if rank.outputs is not None]
         assert having, "no rank gave results"
         assert all(rank.outputs is not None for rank in ranks if rank.is_collect), "a collected rank gave no results"
-        for made in having:
-            assert made.keys() == want.keys()
+        for values in having:
+            assert values.keys() == want.keys()
             for name, value in want.items():
-                assert made[name].dtype == torch.float32
-                assert made[name][empty].eq(0).all(), f"{name} is 0 at position 0 and in padding"
-                assert_close(made[name], value, atol=2e-5, rtol=1e-4, what=name)
+                assert values[name].dtype == torch.float32
+                assert values[name][empty].eq(0).all(), f"{name} is 0 at position 0 and in padding"
+                assert_close(values[name], value, atol=2e-5, rtol=1e-4, what=name)
 
     def check_losses(self, ranks: list[Trained]) -> None:
         for number, want in enumerate(self.plain().losses):

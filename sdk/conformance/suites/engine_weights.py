@@ -47,27 +47,27 @@ def across(
     with engine_of(subject, model) as trained, engine_of(subject, model) as fresh:
         start = weights(trained)
         step(trained, BATCHES[0], loss)
-        before, sent = infer(fresh, BATCHES[0], outputs), weights(trained)
+        before, new_weights = infer(fresh, BATCHES[0], outputs), weights(trained)
 
         def one_buffer() -> Iterator[tuple[str, torch.Tensor]]:
-            buffer = torch.empty(max(value.numel() for value in sent.values()))
-            for name, value in sent.items():
+            buffer = torch.empty(max(value.numel() for value in new_weights.values()))
+            for name, value in new_weights.items():
                 yield name, buffer[: value.numel()].view(value.shape).copy_(value)
             buffer.fill_(torch.nan)
 
         fresh.load_weights(one_buffer())
         result: dict[str, Any] = {
-            "arrived": differing(weights(fresh), sent),
+            "arrived": differing(weights(fresh), new_weights),
             "before": before,
             "after": infer(fresh, BATCHES[0], outputs),
             "want": infer(trained, BATCHES[0], outputs),
-            "stale": sorted(name for name in start if torch.equal(start[name], sent[name])),
+            "stale": sorted(name for name in start if torch.equal(start[name], new_weights[name])),
         }
         # From the loaded weights training goes on, and what was exported before stays what it was.
-        kept = dict(fresh.export_weights())
-        copies = {name: value.clone() for name, value in kept.items()}
+        exports = dict(fresh.export_weights())
+        copies = {name: value.clone() for name, value in exports.items()}
         _, norm, *_ = step(fresh, BATCHES[1], loss)
-        result["theirs"] = differing(kept, copies)
+        result["theirs"] = differing(exports, copies)
         result["norms"] = (norm, step(trained, BATCHES[1], loss)[1])
         return result
 
@@ -159,11 +159,11 @@ class WeightsSuite(EngineSuite):
     @same_for_every_model_type
     def test_streams_of_other_weights_are_refused_and_the_engine_stays_usable(self, world_size: int) -> None:
         ranks = self.on(world_size, spoilt_streams, self.model_of_suite())
-        for answers, left in ranks:
-            taken = {name: answer for name, answer in answers.items() if not answer.startswith("refused")}
-            assert taken == {}, "streams that were not refused"
+        for answers, differences in ranks:
+            wrong = {name: answer for name, answer in answers.items() if not answer.startswith("refused")}
+            assert wrong == {}, "streams that were not refused"
             assert answers == ranks[0][0], "all ranks say the same"
-            assert left == [], "weights that differ after a whole stream"
+            assert differences == [], "weights that differ after a whole stream"
 
     @offered(Capability.ADAPTER)
     def test_the_adapter_alone_is_what_training_moves(self) -> None:

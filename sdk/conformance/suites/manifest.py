@@ -71,9 +71,9 @@ json.dump({"heavy": sorted(set(heavy) & set(sys.modules)), "environment": sorted
 
 def lacks_options(suite: type[Conformance]) -> str:
     """Why the options cannot be structured: the subclass gives none for what has no default."""
-    given = {"model", *suite.config}
-    needed = [field.name for field in attrs.fields(suite.config_class()) if field.default is attrs.NOTHING]
-    missing = [name for name in needed if name not in given]
+    names = {"model", *suite.config}
+    required = [field.name for field in attrs.fields(suite.config_class()) if field.default is attrs.NOTHING]
+    missing = [name for name in required if name not in names]
     return f"`config` lacks {', '.join(missing)}" if missing else ""
 
 
@@ -104,9 +104,9 @@ class ListedSuite(Conformance):
             options = self.plain_options()
             data = (entry.module, manifest.config, manifest.planner, options, self.worlds_used(), HEAVY)
             command = [sys.executable, "-c", LIST_AND_PLAN, json.dumps(data)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-            assert done.returncode == 0, done.stderr
-            answer: dict[str, list[str]] = json.loads(done.stdout)
+            process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            assert process.returncode == 0, process.stderr
+            answer: dict[str, list[str]] = json.loads(process.stdout)
             return answer
 
         return self.once((self.entry(), "listed and planned"), run)
@@ -114,8 +114,8 @@ class ListedSuite(Conformance):
     def test_what_it_requires_is_installed_in_a_version_that_it_names(self) -> None:
         for need in self.entry().needs():
             assert need.met, f"the manifest requires {' or '.join(need.any_of)}; installed: {need.installed}"
-            wanted = [Requirement(text) for text in need.any_of]
-            assert all(one.specifier or one.url for one in wanted), f"{need.any_of} names no version"
+            requirements = [Requirement(text) for text in need.any_of]
+            assert all(one.specifier or one.url for one in requirements), f"{need.any_of} names no version"
 
     @gate(is_ours)
     def test_its_package_imports_only_what_it_declares(self) -> None:
@@ -125,12 +125,12 @@ class ListedSuite(Conformance):
         owner = importlib.metadata.metadata(entry.distribution)["Name"]
         declared = {Requirement(text).name for text in importlib.metadata.requires(owner) or ()}
         declared |= {Requirement(text).name for group in manifest.requires for text in group}
-        known = {canonicalize_name(name) for name in (*declared, owner, PROJECT)}
+        dependencies = {canonicalize_name(name) for name in (*declared, owner, PROJECT)}
         homes = importlib.metadata.packages_distributions()
         undeclared = set()
         for top in imported_packages(package) - set(sys.stdlib_module_names):
             owners = {canonicalize_name(name) for name in homes.get(top, ())}
-            if owners and not owners & known:
+            if owners and not owners & dependencies:
                 undeclared.add(f"{top} ({', '.join(sorted(owners))})")
         assert undeclared == set(), f"{owner} imports {sorted(undeclared)} and doesn't depend on them"
 
@@ -139,8 +139,8 @@ class ManifestSuite(ListedSuite):
     """Of every kind of backend that builds in a worker."""
 
     def test_the_planner_reads_no_environment(self) -> None:
-        read = self.listed_and_planned()["environment"]
-        assert read == [], f"the planner reads {read} of the environment, which differs between driver and workers"
+        names = self.listed_and_planned()["environment"]
+        assert names == [], f"the planner reads {names} of the environment, which differs between driver and workers"
 
     def test_its_options_have_types_and_defaults(self) -> None:
         """A transfer may ask for options that nobody can know, such as a directory."""
@@ -148,8 +148,8 @@ class ManifestSuite(ListedSuite):
         assert attrs.has(cls), f"{cls} is no attrs class"
         base = BASES.get(self.kind)
         if base is not None:
-            said = f"{cls.__name__} lacks the options that all have: extend core.config.{base.__name__}"
-            assert issubclass(cls, base), said
+            problem = f"{cls.__name__} lacks the options that all have: extend core.config.{base.__name__}"
+            assert issubclass(cls, base), problem
         for field in attrs.fields(cls):
             assert field.type is not None, f"option {field.name} has no type"
             if base is not None and field.name != "model":
@@ -159,8 +159,8 @@ class ManifestSuite(ListedSuite):
     def test_its_options_are_structured_from_plain_data_and_checked(self) -> None:
         cls = self.config_class()
         data = self.plain_options()
-        made = structure(cls, data)
-        assert structure(cls, data) == made
+        config = structure(cls, data)
+        assert structure(cls, data) == config
         with pytest.raises(ConfigError, match="sead"):
             structure(cls, {**data, "sead": 1})
         if self.kind in BASES:

@@ -31,9 +31,9 @@ class Place:
 def place(rank: int, world_size: int, subject: Subject, model: str) -> Place:
     import torch.distributed as dist
 
-    made = subject.build(model=model)
+    backend = subject.build(model=model)
     try:
-        mesh: Any = made.mesh
+        mesh: Any = backend.mesh
         groups = (
             {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in mesh.layout.axes}
             if with_groups(mesh)
@@ -53,13 +53,13 @@ def place(rank: int, world_size: int, subject: Subject, model: str) -> Place:
             dp_rank=mesh.dp_rank,
             dp_size=mesh.dp_size,
             is_collect=mesh.is_collect,
-            limits=getattr(made, "limits", None),
+            limits=getattr(backend, "limits", None),
             groups=groups,
             unknown_axis=unknown,
             world_size=dist.get_world_size(),
         )
     finally:
-        made.shutdown()
+        backend.shutdown()
 
 
 def with_groups(mesh: Any) -> bool:

@@ -26,7 +26,6 @@ from sdk.testing import character_tokenizer
 CONTEXT = 512  # tokens, of the models here
 EOS = 2
 Weights = dict[str, torch.Tensor]
-Bucket = Sequence[tuple[str, torch.Tensor]]
 
 
 def prompts(*rows: Sequence[int], prompt_id: Sequence[int] | None = None) -> TensorDict:
@@ -156,8 +155,8 @@ class Models:
             )
             return path
 
-        made: str = self._session.once(("rollout", family, repr(sorted(shape.items()))), make)
-        return made
+        path: str = self._session.once(("rollout", family, repr(sorted(shape.items()))), make)
+        return path
 
     def weights(self, number: int, family: str = "qwen3", **options: Any) -> Weights:
         return dict(load_file(Path(self.directory(number, family, **options), "model.safetensors")))
@@ -177,7 +176,7 @@ class Models:
         return [3 + i * 7 % 61 for i in range(length)]
 
 
-class Held:
+class RolloutHolder:
     """One rollout for all tests. One that changes its weights says so, and the next finds model 1 as version 0.
 
     Attributes:
@@ -222,40 +221,40 @@ class RolloutSuite(Conformance):
     @classmethod
     def build(cls, directory: str) -> Rollout:
         """A rollout that is not initialized."""
-        made: Rollout = cls.subject().build(model=directory)
-        return made
+        rollout: Rollout = cls.subject().build(model=directory)
+        return rollout
 
     @pytest.fixture(scope="class")
     @classmethod
-    def held(cls, conformance_session: Session) -> Iterator[Held]:
+    def holder(cls, conformance_session: Session) -> Iterator[RolloutHolder]:
         models = Models(conformance_session)
-        held = Held(lambda: cls.build(models.directory(1)), lambda: models.weights(1))
-        yield held
-        held.close()
+        holder = RolloutHolder(lambda: cls.build(models.directory(1)), lambda: models.weights(1))
+        yield holder
+        holder.close()
 
     @pytest.fixture
-    def rollout(self, held: Held) -> Rollout:
+    def rollout(self, holder: RolloutHolder) -> Rollout:
         """For tests that only generate: model 1 as version 0."""
-        return held.get()
+        return holder.get()
 
     @pytest.fixture
-    def live(self, held: Held) -> Iterator[Rollout]:
+    def live(self, holder: RolloutHolder) -> Iterator[Rollout]:
         """The same, for tests that change its weights."""
-        yield held.get()
-        held.changed = True
+        yield holder.get()
+        holder.changed = True
 
     @pytest.fixture
     def fresh(self) -> Iterator[Callable[[str], Rollout]]:
         """`fresh(directory)`: an initialized rollout of the test's own."""
-        made: list[Rollout] = []
+        rollouts: list[Rollout] = []
 
         def make(directory: str) -> Rollout:
-            made.append(self.build(directory))
-            made[-1].initialize()
-            return made[-1]
+            rollouts.append(self.build(directory))
+            rollouts[-1].initialize()
+            return rollouts[-1]
 
         yield make
-        for each in made:
+        for each in rollouts:
             each.shutdown()
 
     # Sampling, whatever is offered
@@ -292,11 +291,11 @@ def capability_of(kind: LogProbKind) -> Capability:
 def child_processes(of: int | str = "self") -> frozenset[int]:
     """Ids of the processes below one, but for Python's own resource tracker, which stays. By /proc: none where the
     system has no such files."""
-    found: set[int] = set()
-    for listed in Path(f"/proc/{of}/task").glob("*/children"):
+    pids: set[int] = set()
+    for children in Path(f"/proc/{of}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            found.update(map(int, listed.read_text().split()))
-    below = frozenset(found).union(*map(child_processes, found))
+            pids.update(map(int, children.read_text().split()))
+    below = frozenset(pids).union(*map(child_processes, pids))
     return frozenset(
         pid for pid in below if (words := command(pid)) and b"multiprocessing.resource_tracker" not in words
     )

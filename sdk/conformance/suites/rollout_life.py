@@ -15,7 +15,7 @@ from core.manifest import Capability
 from core.rollout import Rollout
 from manymesh.parts.rollout_checks import releasing
 from sdk.conformance.base import absent
-from sdk.conformance.suites.rollout_base import Held, RolloutSuite, child_processes, prompts, specs
+from sdk.conformance.suites.rollout_base import RolloutHolder, RolloutSuite, child_processes, prompts, specs
 
 
 class LifeSuite(RolloutSuite):
@@ -50,14 +50,14 @@ class LifeSuite(RolloutSuite):
             broken.initialize()
         assert broken.weight_version is None
 
-    def test_after_shutdown_nothing_works_and_no_process_is_left(self, held: Held) -> None:
-        rollout = held.get()
-        held.close()
+    def test_after_shutdown_nothing_works_and_no_process_is_left(self, holder: RolloutHolder) -> None:
+        rollout = holder.get()
+        holder.close()
         assert self.refuses_everything(rollout)
         deadline = time.monotonic() + 30
-        while (left := held.processes & child_processes()) and time.monotonic() < deadline:
+        while (survivors := holder.processes & child_processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert left == frozenset()
+        assert survivors == frozenset()
 
     @absent(Capability.SERVER)
     def test_it_takes_no_requests(self, rollout: Rollout) -> None:

@@ -42,9 +42,9 @@ def generate(
     update(rollout, second, 1)
     rows.append(rows_of(rollout.generate(batch, sampling)))
     rollout.shutdown()
-    left = left_behind(state, process_state())
+    leftovers = left_behind(state, process_state())
     restore(state)
-    return Generated(mesh.dp_rank, mesh.is_collect, rows, left)
+    return Generated(mesh.dp_rank, mesh.is_collect, rows, leftovers)
 
 
 def serves(suite: type[Conformance]) -> str:

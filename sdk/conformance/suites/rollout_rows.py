@@ -136,11 +136,11 @@ class RowSuite(RolloutSuite):
         token, stops = c[2], (characters(a[4:6]), characters(b[2:5]))
         out = rollout.generate(prompts(*MANY), self.greedy(10, ignore_eos=True, stop=stops, stop_token_ids=(token,)))
         reasons = objects(out.get("finish_reason"))
-        for whole, cut, reason in zip(free, responses(out), reasons, strict=True):
+        for whole, response, reason in zip(free, responses(out), reasons, strict=True):
             text = characters(whole)
             ends = [text.find(stop) + len(stop) for stop in (*stops, characters([token])) if stop in text]
             end = min([*ends, 11])
-            assert cut == whole[: min(end, 10)]
+            assert response == whole[: min(end, 10)]
             assert reason == ("stop" if end <= 10 else "length")
         assert set(reasons) == {"stop", "length"}
 

@@ -54,9 +54,9 @@ class StateSuite(WeightSuite):
     def test_an_update_of_which_nothing_came_cannot_be_finished(self, live: Rollout) -> None:
         weights = self.models.weights(2)
         live.begin_weight_update(specs(weights), 1)
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(Refused) as raised:
             live.finish_weight_update()
-        assert NORM in str(caught.value) or f"{len(weights)} of the weights" in str(caught.value)
+        assert NORM in str(raised.value) or f"{len(weights)} of the weights" in str(raised.value)
         assert self.generates_nothing(live)
         for bucket in buckets(weights):
             live.load_bucket(bucket)

@@ -13,8 +13,8 @@ from core.engine import WeightSpec
 from core.errors import ManymeshError, Refused
 from core.rollout import Rollout
 from sdk.conformance.suites.rollout_base import (
-    Held,
     Models,
+    RolloutHolder,
     RolloutSuite,
     Weights,
     buckets,
@@ -78,14 +78,14 @@ class UpdateSuite(WeightSuite):
             metafunc.parametrize("family", self.families)
 
     def test_it_is_the_reference_model_before_and_after_each_of_three_updates(
-        self, held: Held, fresh: Callable[[str], Rollout], family: str
+        self, holder: RolloutHolder, fresh: Callable[[str], Rollout], family: str
     ) -> None:
         name, options = FAMILIES[family]
         if family == "untied":
-            rollout = held.get()
-            held.changed = True
+            rollout = holder.get()
+            holder.changed = True
         else:
-            held.close()  # what engines of one process share may be cut otherwise for this family
+            holder.close()  # what engines of one process share may be cut otherwise for this family
             rollout = fresh(self.models.directory(1, name, **options))
         assert self.error(rollout, self.models.reference(1, name, **options)) < 1e-4
         for version, (number, size) in enumerate([(2, 3), (3, 1), (1, 100)], start=1):
@@ -102,11 +102,11 @@ class UpdateSuite(WeightSuite):
             assert rollout.weight_version == 3
 
     def test_what_the_old_weights_left_in_a_cache_is_not_used_after_an_update(self, live: Rollout) -> None:
-        asked = prompts(Models.long(400))
-        live.generate(asked, self.greedy(1))
-        live.generate(asked, self.greedy(1))
+        batch = prompts(Models.long(400))
+        live.generate(batch, self.greedy(1))
+        live.generate(batch, self.greedy(1))
         update(live, self.models.weights(2), 1)
-        [row] = rows_of(live.generate(asked, self.greedy(8, ignore_eos=True)))
+        [row] = rows_of(live.generate(batch, self.greedy(8, ignore_eos=True)))
         assert greedy_error(self.models.reference(2), row, self.log_prob_kind) < 1e-4
 
     def test_rows_say_which_weights_sampled_them_and_older_ones_may_be_refused(self, live: Rollout) -> None:
@@ -121,9 +121,9 @@ class UpdateSuite(WeightSuite):
     def test_weights_of_another_model_are_refused_and_the_old_ones_stay(
         self, live: Rollout, spoil: Callable[[Weights], Weights], says: tuple[str, ...]
     ) -> None:
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(Refused) as raised:
             live.begin_weight_update(specs(spoil(self.models.weights(2))), 1)
-        assert [text for text in says if text not in str(caught.value)] == []
+        assert [text for text in says if text not in str(raised.value)] == []
         assert live.weight_version == 0
         assert self.is_model(live, 1)
 
@@ -140,9 +140,9 @@ class UpdateSuite(WeightSuite):
         last, *rest = buckets(weights)
         for bucket in rest:
             live.load_bucket(bucket)
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(Refused) as raised:
             live.finish_weight_update()
-        assert [name for name, _ in last if name not in str(caught.value)] == []
+        assert [name for name, _ in last if name not in str(raised.value)] == []
         assert live.weight_version is None
         with pytest.raises(Refused):
             live.generate(prompts([5]), self.greedy(2))

@@ -1,4 +1,4 @@
-"""What the suite of transfers runs on: the ends of a transfer as threads of this process, and rounds of the kit's own,
+"""What the suite of transfers runs on: the peers of a transfer as threads of this process, and rounds of the kit's own,
 made from the protocol alone."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RoundStopped(ManymeshError):
 
 
 class Meeting:
-    """What the ends of one round share."""
+    """What the peers of one round share."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -75,9 +75,9 @@ class MeetingRound:
             self._meeting.counts[key] += 1
         self.wait_until(lambda: self._meeting.counts[key] >= num_ends, what)
 
-    def wait_until(self, done: Callable[[], bool], what: str, pause: Callable[[float], None] = time.sleep) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str, pause: Callable[[float], None] = time.sleep) -> None:
         deadline = time.monotonic() + self.timeout_s
-        while not done():
+        while not condition():
             pause(0.002)
             if self._meeting.reason:
                 raise RoundStopped(self._meeting.reason)
@@ -85,13 +85,13 @@ class MeetingRound:
                 raise DeadlineExceeded(f"waited {self.timeout_s:g} s for {what}")
 
 
-class Ends:
-    """A sender and receivers, each call in a thread of its own. Ends that hang are left behind, not waited for.
+class Peers:
+    """A sender and receivers, each call in a thread of its own. Peers that hang are left behind, not waited for.
 
     Args:
         build: makes one end.
         timeout_s: deadline of every wait in the rounds of syncs.
-        patience_s: deadline of every wait while the ends connect, which may start processes.
+        patience_s: deadline of every wait while the peers connect, which may start processes.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Ends:
             free(number)
 
     def close(self) -> None:
-        """Close all ends, each in a thread: they must not wait for each other. Raises what they raise."""
+        """Close all peers, each in a thread: they must not wait for each other. Raises what they raise."""
         self.wait_for([in_thread(transfer.close) for transfer in self.transfers])
 
     def wait_for(self, futures: Sequence[Future[Any]]) -> None:
@@ -168,12 +168,12 @@ def _receive(
 ) -> list[list[torch.Tensor]]:
     round_ = meeting.round()
     coming: list[Pieces] = []
-    loaded: list[list[torch.Tensor]] = []
+    copies: list[list[torch.Tensor]] = []
 
     def load() -> None:
-        loaded.append([piece.clone() for piece in coming.pop(0)])
+        copies.append([piece.clone() for piece in coming.pop(0)])
         with meeting.lock:
-            meeting.counts[f"loaded {len(loaded) - 1}"] += 1
+            meeting.counts[f"loaded {len(copies) - 1}"] += 1
 
     for number, pieces in enumerate(buckets):
         time.sleep(late_s)
@@ -183,7 +183,7 @@ def _receive(
             load()
     if coming:
         load()
-    return loaded
+    return copies
 
 
 def in_thread(call: Callable[[], T]) -> Future[T]:
@@ -203,13 +203,13 @@ def in_thread(call: Callable[[], T]) -> Future[T]:
 def wait_for(futures: Sequence[Future[Any]], timeout_s: float) -> None:
     """Raises what the first one that failed has raised, or TimeoutError."""
     deadline = time.monotonic() + timeout_s
-    left = list(futures)
-    while left:
-        for future in [each for each in left if each.done()]:
+    waiting = list(futures)
+    while waiting:
+        for future in [each for each in waiting if each.done()]:
             future.result()
-            left.remove(future)
+            waiting.remove(future)
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{len(left)} of {len(futures)} calls did not return within {timeout_s:g} s")
+            raise TimeoutError(f"{len(waiting)} of {len(futures)} calls did not return within {timeout_s:g} s")
         time.sleep(0.002)
 
 
@@ -235,17 +235,19 @@ class TransferBase(Conformance):
     kind: ClassVar[Kind] = "transfer"
 
     @contextmanager
-    def ends(self, num_receivers: int = 1, *, connected: bool = True, timeout_s: float | None = None) -> Iterator[Ends]:
-        """Ends of the transfer under test; they are closed at the end.
+    def peers(
+        self, num_receivers: int = 1, *, connected: bool = True, timeout_s: float | None = None
+    ) -> Iterator[Peers]:
+        """Peers of the transfer under test; they are closed at the end.
 
         Args:
             timeout_s: deadline of every wait but those of connecting; None for patience_s.
         """
         subject = self.subject()
-        ends = Ends(subject.build, num_receivers, timeout_s or self.patience_s, self.patience_s)
+        peers = Peers(subject.build, num_receivers, timeout_s or self.patience_s, self.patience_s)
         try:
             if connected:
-                ends.connect()
-            yield ends
+                peers.connect()
+            yield peers
         finally:
-            ends.close()
+            peers.close()

@@ -32,8 +32,8 @@ class PassFault(Fault):
     def changed(self, results: list[MicroResult], change: Callable[[torch.Tensor], torch.Tensor]) -> list[MicroResult]:
         """Results with every output changed."""
 
-        def of(made: TensorDict) -> TensorDict:
-            return TensorDict({name: change(value) for name, value in made.items()}, made.batch_size)
+        def of(batch: TensorDict) -> TensorDict:
+            return TensorDict({name: change(value) for name, value in batch.items()}, batch.batch_size)
 
         return [each if each.outputs is None else attrs.evolve(each, outputs=of(each.outputs)) for each in results]
 

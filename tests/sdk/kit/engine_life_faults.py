@@ -91,7 +91,7 @@ class LosesStateOnCpu(Fault):
 
     def to(self, device: str, *, model: bool, optimizer: bool, grad: bool) -> None:
         super().to(device, model=model, optimizer=optimizer, grad=grad)  # type: ignore[misc]
-        if device == "device" and optimizer and self._loaded is not None and not getattr(self, "_busy", False):
+        if device == "device" and optimizer and self._state is not None and not getattr(self, "_busy", False):
             self._busy = True
             fresh_with_weights(self)
             self._busy = False
@@ -116,10 +116,10 @@ class SwapsNames(Fault):
 
     def export_weights(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         swap = {"q_proj": "k_proj", "k_proj": "q_proj", "gate_proj": "up_proj", "up_proj": "gate_proj"}
-        made = dict(super().export_weights(*args, **kwargs))  # type: ignore[misc]
-        for name in made:
+        tensors = dict(super().export_weights(*args, **kwargs))  # type: ignore[misc]
+        for name in tensors:
             part = next((each for each in swap if f".{each}." in name), None)
-            yield name, made[name.replace(part, swap[part]) if part else name]
+            yield name, tensors[name.replace(part, swap[part]) if part else name]
 
 
 @caught_by("test_only_the_first_rank_is_given_tensors_where_asked[world 2]")
@@ -150,8 +150,8 @@ class PassesOverUnknown(Fault):
     """passes over weights with unknown names"""
 
     def load_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
-        known = {spec.name for spec in self.weight_specs()}
-        super().load_weights(iter([item for item in stream if item[0] in known]))  # type: ignore[misc]
+        names = {spec.name for spec in self.weight_specs()}
+        super().load_weights(iter([item for item in stream if item[0] in names]))  # type: ignore[misc]
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints

@@ -29,7 +29,7 @@ from tests.sdk.kit import (
     manifest_faults,
     rollout_row_faults,
     rollout_score_faults,
-    rollout_serving_faults,
+    rollout_server_faults,
     rollout_state_faults,
     rollout_weight_faults,
     state_faults,
@@ -74,7 +74,7 @@ ENGINE_FAULTS = (engine_faults, engine_life_faults, state_faults, manifest_fault
 ROLLOUT_FAULTS = (
     rollout_row_faults,
     rollout_score_faults,
-    rollout_serving_faults,
+    rollout_server_faults,
     rollout_state_faults,
     rollout_weight_faults,
     state_faults,
@@ -122,13 +122,13 @@ class Collector:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> Any:
         report = yield
-        found = self.found[self._mutant(item).name]
+        result = self.found[self._mutant(item).name]
         if report.failed:
             from sdk.conformance.report import last_line
 
-            found.failed[item.name] = last_line(report)
+            result.failed[item.name] = last_line(report)
         elif report.when == "call":
-            found.passed.append(item.name)
+            result.passed.append(item.name)
         return report
 
 
@@ -159,13 +159,13 @@ def run(
     return [collector.found[mutant.name] for mutant in mutants]
 
 
-def table(kind: str, backend: str, found: Sequence[Found]) -> str:
+def table(kind: str, backend: str, results: Sequence[Found]) -> str:
     """Markdown: what each mutant does wrong, and the tests that found it."""
-    caught = sum(each.caught for each in found)
-    lines = [f"**{kind} {backend}**: {caught} of {len(found)} found.", ""]
+    caught = sum(each.caught for each in results)
+    lines = [f"**{kind} {backend}**: {caught} of {len(results)} found.", ""]
     article = "An" if kind[0] in "aeiou" else "A"
     lines += [f"| {article} {kind} that ... | is found by |", "|---|---|"]
-    for each in found:
+    for each in results:
         tests = ", ".join(f"`{name}`" for name in by_test(each.failed)) or "**nothing**"
         lines.append(f"| {each.mutant.name} | {tests} |")
     return "\n".join([*lines, ""])
@@ -199,11 +199,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         mutants = [mutant for mutant in target.mutants if args.only in mutant.name]
         if not backend or not mutants:
             continue
-        found = run(kind, backend, mutants, every=args.all)
-        tables.append(table(kind, backend, found))
-        missed += [each.mutant.name for each in found if not each.caught]
+        results = run(kind, backend, mutants, every=args.all)
+        tables.append(table(kind, backend, results))
+        missed += [each.mutant.name for each in results if not each.caught]
         print(tables[-1])
-        for each in found:
+        for each in results:
             for test, why in each.failed.items():
                 print(f"  {each.mutant.name}: {test}: {why[:160]}", file=sys.stderr)
     if args.write:

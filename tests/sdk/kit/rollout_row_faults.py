@@ -87,8 +87,8 @@ class CutsPrompts(GenerateFault):
             ids = batch.get("prompt_ids", None)
             if ids is None or not ids.is_nested:
                 raise
-            cut = [row[-64:].tolist() for row in ids.unbind()]
-            return super().generate(prompts(*cut), sampling, min_version=min_version)
+            rows_of_ids = [row[-64:].tolist() for row in ids.unbind()]
+            return super().generate(prompts(*rows_of_ids), sampling, min_version=min_version)
 
 
 @caught_by("test_padded_prompts_give_what_jagged_ones_give[left]")

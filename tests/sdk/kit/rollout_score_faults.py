@@ -129,12 +129,12 @@ class KeepsScores(ScoreFault):
     """gives the scores that it gave for these sequences before"""
 
     def score(self, sequences: TensorDict, *, temperature: float = 1.0, top_k: int = 0) -> TensorDict:
-        kept = self.__dict__.setdefault("_scores", {})
+        cache = self.__dict__.setdefault("_scores", {})
         ids = sequences["input_ids"]
         key = (str(ids.tolist() if not ids.is_nested else [row.tolist() for row in ids.unbind()]), temperature, top_k)
-        if key not in kept or self.weight_version is None:
-            kept[key] = super().score(sequences, temperature=temperature, top_k=top_k)
-        out: TensorDict = kept[key]
+        if key not in cache or self.weight_version is None:
+            cache[key] = super().score(sequences, temperature=temperature, top_k=top_k)
+        out: TensorDict = cache[key]
         return out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core.engine import WeightSpec
-from sdk.conformance.suites.rollout_base import Bucket
+from manymesh.parts.base_rollout import Bucket
 from tests.sdk.kit.faults import caught_by
 from tests.sdk.kit.rollout_faults import RolloutFault
 

@@ -16,7 +16,8 @@ from core.errors import Refused
 from core.manifest import Capability
 from core.registry import Backend
 from core.rollout import SamplingParams
-from sdk.conformance.suites.rollout_base import Bucket, specs
+from manymesh.parts.base_rollout import Bucket
+from sdk.conformance.suites.rollout_base import specs
 from tests.sdk.kit.faults import capabilities, caught_by, entry_fault, with_manifest
 from tests.sdk.kit.rollout_faults import GenerateFault, RolloutFault
 
@@ -27,17 +28,17 @@ class KeepsCache(GenerateFault):
 
     def initialize(self) -> None:
         super().initialize()  # type: ignore[misc]
-        model, kept = self._model, {}
+        model, cache = self._model, {}
         generate = model.generate
 
         def cached(ids: torch.Tensor, **options: Any) -> Any:
             if len(ids) > 1 or ids.shape[1] < 100:
                 return generate(ids, **options)
             key = tuple(ids[0].tolist())
-            if key not in kept:
+            if key not in cache:
                 with torch.no_grad():
-                    kept[key] = model(ids[:, :-1], use_cache=True).past_key_values
-            return generate(ids, past_key_values=copy.deepcopy(kept[key]), **options)
+                    cache[key] = model(ids[:, :-1], use_cache=True).past_key_values
+            return generate(ids, past_key_values=copy.deepcopy(cache[key]), **options)
 
         model.generate = cached
 
@@ -83,8 +84,8 @@ class AcceptsUnknown(RolloutFault):
     """passes over names that the model doesn't know"""
 
     def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
-        known = self.own_weights()
-        super().begin_weight_update([spec for spec in announced if spec.name in known], version)  # type: ignore[misc]
+        own = self.own_weights()
+        super().begin_weight_update([spec for spec in announced if spec.name in own], version)  # type: ignore[misc]
 
 
 @caught_by(
@@ -105,8 +106,8 @@ class AcceptsMissing(RolloutFault):
         self._came |= {name for name, _ in bucket}
 
     def finish_weight_update(self) -> None:
-        left = [(name, tensor) for name, tensor in self.own_weights().items() if name not in self._came]
-        super().load_bucket(left)  # type: ignore[misc]
+        rest = [(name, tensor) for name, tensor in self.own_weights().items() if name not in self._came]
+        super().load_bucket(rest)  # type: ignore[misc]
         super().finish_weight_update()  # type: ignore[misc]
 
 

@@ -144,8 +144,8 @@ class RemembersBuckets(Fault):
 
     def receive(self, round_: TransferRound, number: int, sizes: Sequence[int]) -> Pieces:
         pieces = super().receive(round_, number, sizes)  # type: ignore[misc]
-        known = vars(self).setdefault("_known", {})
-        return known.setdefault(number, [piece.clone() for piece in pieces])  # type: ignore[no-any-return]
+        cache = vars(self).setdefault("_known", {})
+        return cache.setdefault(number, [piece.clone() for piece in pieces])  # type: ignore[no-any-return]
 
 
 @caught_by("test_two_transfers_at_a_time_keep_apart")
@@ -176,9 +176,9 @@ class Deaf:
                 time.sleep(0.05)
         raise TimeoutError
 
-    def wait_until(self, done: Callable[[], bool], what: str, pause: Callable[[float], None] = time.sleep) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str, pause: Callable[[float], None] = time.sleep) -> None:
         end = time.monotonic() + HANG_S
-        while not done() and time.monotonic() < end:
+        while not condition() and time.monotonic() < end:
             pause(0.01)
 
 
@@ -229,7 +229,7 @@ class GivesUpAtOnce(Fault):
 
 @caught_by("test_a_round_that_is_stopped_ends_all_waits_and_the_ends_can_be_closed")
 class ClosesSlowly(Fault):
-    """waits for the other ends in close"""
+    """waits for its peers in close"""
 
     def close(self) -> None:
         if self._directory is not None:
@@ -246,7 +246,7 @@ class ClosesOnce(Fault):
         super().close()  # type: ignore[misc]
 
 
-@caught_by("test_the_processs_own_world_and_environment_stay_as_they_are")
+@caught_by("test_process_wide_state_is_left_as_it_was")
 class OpensAWorld(Fault):
     """opens the process's default world of torch.distributed"""
 
@@ -262,7 +262,7 @@ class OpensAWorld(Fault):
             dist.destroy_process_group()
 
 
-@caught_by("test_the_processs_own_world_and_environment_stay_as_they_are")
+@caught_by("test_process_wide_state_is_left_as_it_was")
 class SetsTheEnvironment(Fault):
     """sets an environment variable"""
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from manymesh.parts.adamw import ScheduledAdamW
 from manymesh.parts.agreement import on_every_rank
 from manymesh.parts.engine_base import EngineBase, require_world
-from manymesh.parts.engine_checkpoint import TorchCheckpoints
+from manymesh.parts.engine_checkpoint import TorchCheckpointer
 from manymesh.parts.live_weights import WeightTable
 from manymesh.parts.log_probs import token_outputs, without_padding
 from manymesh.parts.micro_batches import check_loss
@@ -41,7 +41,7 @@ NAME = "ddp-engine"  # in the manifest; a checkpoint says which engine wrote it
 
 
 @attrs.frozen
-class Loaded:
+class DdpState:
     """What `initialize` makes."""
 
     model: Any  # a transformers model
@@ -50,7 +50,7 @@ class Loaded:
     optimizer: ScheduledAdamW | None
 
 
-class DdpEngine(EngineBase[Loaded]):
+class DdpEngine(EngineBase[DdpState]):
     """Meets `core.engine.Engine` and `CheckpointEngine`.
 
     Args:
@@ -63,10 +63,10 @@ class DdpEngine(EngineBase[Loaded]):
 
     def __init__(self, config: DdpEngineConfig, device: str | None = None) -> None:
         require_world()
-        planned = plan(config, world_size(), None)
-        super().__init__(world_mesh(planned), planned.limits)
+        layout_plan = plan(config, world_size(), None)
+        super().__init__(world_mesh(layout_plan), layout_plan.limits)
         self._config, self._device = config, choose_device(device)
-        self._checkpoints = TorchCheckpoints(NAME, self._device)
+        self._checkpointer = TorchCheckpointer(NAME, self._device)
 
     def initialize(self) -> None:
         """Collective: each rank reads the model.
@@ -86,7 +86,7 @@ class DdpEngine(EngineBase[Loaded]):
         model.requires_grad_(config.trainable).to(self._device)
         optimizer = ScheduledAdamW(dict(model.named_parameters()), config.optimizer) if config.trainable else None
         ddp = self._wrapped(model) if config.trainable else None
-        self._loaded = Loaded(model, ddp, WeightTable(model), optimizer)
+        self._state = DdpState(model, ddp, WeightTable(model), optimizer)
 
     def _wrapped(self, model: torch.nn.Module) -> DistributedDataParallel:
         """Collective: DDP sends rank 0's parameters to all, and sums gradients."""
@@ -121,9 +121,9 @@ class DdpEngine(EngineBase[Loaded]):
             Refused: an output that the engine doesn't have, a batch that isn't padded, or training without a loss or
                 of an engine that is not trainable.
         """
-        wanted = self._check_pass(micro_batches, loss_fn, outputs, temperature=temperature, forward_only=forward_only)
-        loaded, optimizer = self._ready(), None if forward_only else self._training()
-        parameters = list(loaded.model.parameters())
+        needs = self._check_pass(micro_batches, loss_fn, outputs, temperature=temperature, forward_only=forward_only)
+        state, optimizer = self._ready(), None if forward_only else self._training()
+        parameters = list(state.model.parameters())
         earlier = [parameter.grad for parameter in parameters]  # summed over ranks already: not once more
         if optimizer is not None:
             optimizer.zero_grad()
@@ -131,54 +131,54 @@ class DdpEngine(EngineBase[Loaded]):
         try:
             for number, batch in enumerate(micro_batches, 1):
                 batch = batch.to(self._device)
-                with self._pass(loaded, forward_only=forward_only, last=number == len(micro_batches)) as model:
-                    made = self._outputs(model, batch, wanted, temperature)
+                with self._pass(state, forward_only=forward_only, last=number == len(micro_batches)) as model:
+                    values = self._outputs(model, batch, needs, temperature)
                     metrics: Mapping[str, Any] = {}
                     if loss_fn is not None:
-                        loss, metrics = loss_fn({name: made[name] for name in loss_fn.needs}, batch, scale)
+                        loss, metrics = loss_fn({name: values[name] for name in loss_fn.needs}, batch, scale)
                         if not forward_only:
                             check_loss(loss, loss_fn, where="forward_backward")
                             loss.backward()
-                kept = {name: made[name] for name in outputs} if forward_only else {}
-                results.append(MicroResult(TensorDict(kept, batch.batch_size) if kept else None, metrics))
+                columns = {name: values[name] for name in outputs} if forward_only else {}
+                results.append(MicroResult(TensorDict(columns, batch.batch_size) if columns else None, metrics))
             if optimizer is not None:
                 _add(parameters, earlier)
         except BaseException:
-            if optimizer is not None and loaded.ddp is not None:
+            if optimizer is not None and state.ddp is not None:
                 optimizer.zero_grad()
                 # A forward without its backward leaves DDP waiting, and the next pass would be reduced too early. torch
                 # has no public way to tell it.
-                loaded.ddp.reducer._reset_state()
+                state.ddp.reducer._reset_state()
             raise
         return results
 
     @contextmanager
-    def _pass(self, loaded: Loaded, *, forward_only: bool, last: bool) -> Iterator[Any]:
+    def _pass(self, state: DdpState, *, forward_only: bool, last: bool) -> Iterator[Any]:
         """The model for one micro-batch. DDP reduces in backward, with the last one alone."""
-        if forward_only or loaded.ddp is None:
+        if forward_only or state.ddp is None:
             with torch.no_grad():
-                yield loaded.model
+                yield state.model
         else:
-            with nullcontext() if last else loaded.ddp.no_sync():
-                yield loaded.ddp
+            with nullcontext() if last else state.ddp.no_sync():
+                yield state.ddp
 
     def _outputs(
-        self, model: Any, batch: TensorDict, wanted: frozenset[str], temperature: float
+        self, model: Any, batch: TensorDict, needs: frozenset[str], temperature: float
     ) -> dict[str, torch.Tensor]:
-        """The wanted outputs, padded (rows, tokens) fp32, 0 at position 0 and in padding."""
-        if not wanted:
+        """These outputs, padded (rows, tokens) fp32, 0 at position 0 and in padding."""
+        if not needs:
             return {}
         # No mask: padding stands on the right, where a causal model's real tokens don't look.
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        made = token_outputs(
+        values = token_outputs(
             logits,
             batch["input_ids"],
             temperature,
-            entropy="entropy" in wanted,
-            teacher_ids=batch["teacher_ids"] if "top_log_probs" in wanted else None,
+            entropy="entropy" in needs,
+            teacher_ids=batch["teacher_ids"] if "top_log_probs" in needs else None,
         )
         mask = batch["attention_mask"].bool()
-        return {name: without_padding(value, mask) for name, value in made.items() if name in wanted}
+        return {name: without_padding(value, mask) for name, value in values.items() if name in needs}
 
     def weight_specs(self) -> Sequence[WeightSpec]:
         return self._ready().weights.specs()
@@ -197,14 +197,14 @@ class DdpEngine(EngineBase[Loaded]):
         self._ready().weights.load(stream)
 
     def save_checkpoint(self, path: str, *, step: int) -> None:
-        """Collective; see TorchCheckpoints.save."""
-        loaded = self._ready()
-        self._checkpoints.save(path, loaded.model, loaded.optimizer, step)
+        """Collective; see TorchCheckpointer.save."""
+        state = self._ready()
+        self._checkpointer.save(path, state.model, state.optimizer, step)
 
     def load_checkpoint(self, path: str) -> int:
-        """Collective; see TorchCheckpoints.load."""
-        loaded = self._ready()
-        return self._checkpoints.load(path, loaded.model, loaded.optimizer)
+        """Collective; see TorchCheckpointer.load."""
+        state = self._ready()
+        return self._checkpointer.load(path, state.model, state.optimizer)
 
 
 def _summed(group: Any, bucket: Any) -> Any:

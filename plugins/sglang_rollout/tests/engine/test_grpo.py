@@ -20,13 +20,15 @@ EXAMPLES = Path(__file__).parents[4] / "examples" / "grpo"
 @pytest.mark.parametrize("example", ["sglang.yaml", "sglang_two_pools.yaml"])
 def test_the_examples_learn_to_copy_digits(tmp_path: Path, example: str) -> None:
     def run(*arguments: str) -> str:
-        done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=1480)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return done.stdout
+        process = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=1480
+        )
+        assert process.returncode == 0, process.stderr[-4000:]
+        return process.stdout
 
     run(str(EXAMPLES / "make_copy_task.py"))
-    said = run("-m", "manymesh.recipes.grpo", "--config", str(EXAMPLES / example))
-    rewards = re.search(r"^reward (\S+) -> (\S+) in", said, re.MULTILINE)
+    output = run("-m", "manymesh.recipes.grpo", "--config", str(EXAMPLES / example))
+    rewards = re.search(r"^reward (\S+) -> (\S+) in", output, re.MULTILINE)
     assert rewards
     assert float(rewards[1]) < 0.2
     assert float(rewards[2]) >= 0.9

@@ -47,7 +47,7 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(models: Models) -> Iterator[Cluster]:
     model = models.directory(1, max_position_embeddings=1024)
-    served = RolloutWorkerConfig(
+    config = RolloutWorkerConfig(
         backend="sglang_server", engine={"model": model, "max_num_seqs": 16, "kv_cache_tokens": 8192}
     )
     trained = ActorRolloutRefConfig(
@@ -60,7 +60,7 @@ def cluster(models: Models) -> Iterator[Cluster]:
     )
     ray.init(num_cpus=3, num_gpus=0, include_dashboard=False, log_to_driver=False, configure_logging=False)
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    workers = [RayClassWithInitArgs(RolloutServerWorker, served) for _ in range(2)]
+    workers = [RayClassWithInitArgs(RolloutServerWorker, config) for _ in range(2)]
     workers.append(RayClassWithInitArgs(ActorRolloutRefWorker, trained))
     with ExitStack() as stack:
         stack.callback(ray.shutdown)
@@ -105,15 +105,15 @@ def begun(stream: Stream, num_tokens: int) -> None:
 
 def test_a_pause_holds_all_replicas_and_may_abort(cluster: Cluster) -> None:
     client = cluster.client
-    kept = client.submit_all([[5], [6]], LONG)
-    for stream in kept:
+    streams = client.submit_all([[5], [6]], LONG)
+    for stream in streams:
         begun(stream, 5)
     client.pause("keep")
     impatient = RolloutClient(cluster.replicas, timeout_s=0.3).submit([7], GREEDY)
     with pytest.raises(TimeoutError, match="paused"):
         impatient.result()
     client.resume_generation()
-    assert [len(stream.result().token_ids) for stream in kept] == [900, 900]
+    assert [len(stream.result().token_ids) for stream in streams] == [900, 900]
     aborted = client.submit_all([[5], [6]], LONG)
     for stream in aborted:
         begun(stream, 5)

@@ -1,4 +1,4 @@
-"""What is the server's own: three ways of weights, servers that somebody else runs, and what goes wrong with them."""
+"""What the server alone has: three uploads of weights, servers that somebody else runs, and their faults."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ import torch
 from core.errors import DeadlineExceeded, ManymeshError, Refused
 from core.rollout import GenerationDelta, SamplingParams
 from manymesh_sglang.config import SglangServerConfig
-from manymesh_sglang.server_engine import ServerEngine
+from manymesh_sglang.server_engine import SglangServerEngine
 from manymesh_sglang.server_rollout import SglangServerRollout
-from manymesh_sglang.ways import ByCollective, InSharedMemory
+from manymesh_sglang.weight_upload import DistributedUpload, TensorUpload
 from sdk.conformance.suites.rollout_base import Models, greedy_error, prompts, rows_of, specs, update
-from sdk.conformance.suites.rollout_serving import all_of, begun, tokens_of
+from sdk.conformance.suites.rollout_server import all_of, begun, tokens_of
 
 pytestmark = pytest.mark.timeout(900)  # processes that load SGLang start slowly on a busy machine
 
@@ -45,9 +45,9 @@ def server(models: Models) -> Iterator[SglangServerRollout]:
     ready.shutdown()
 
 
-def inside(server: SglangServerRollout) -> ServerEngine:
+def inside(server: SglangServerRollout) -> SglangServerEngine:
     engine = server._engine
-    assert isinstance(engine, ServerEngine)
+    assert isinstance(engine, SglangServerEngine)
     return engine
 
 
@@ -103,26 +103,26 @@ def test_weights_of_another_model_are_refused_and_nothing_has_changed(
     assert greedy_error(models.reference(1), row) < 1e-4
 
 
-@pytest.mark.parametrize("way", [InSharedMemory, ByCollective])
+@pytest.mark.parametrize("kind", [TensorUpload, DistributedUpload])
 def test_a_refused_bucket_is_an_error_and_leaves_no_sender_waiting(
-    server: SglangServerRollout, models: Models, way: type
+    server: SglangServerRollout, models: Models, kind: type
 ) -> None:
     """SGLang answers success: false, at once, to tensors outside of an update."""
     engine, weights = inside(server), models.weights(2)
     options: dict[str, Any] = {"host": "127.0.0.1", "backend": "gloo", "device": torch.device("cpu")}
-    sent = way(engine._client, 60, **(options if way is ByCollective else {}))
+    upload = kind(engine._client, 60, **(options if kind is DistributedUpload else {}))
 
     async def go() -> None:
-        await sent.begin()
-        await sent.end()
-        await asyncio.wait_for(sent.load(list(weights.items())[:3]), 30)
+        await upload.begin()
+        await upload.end()
+        await asyncio.wait_for(upload.load(list(weights.items())[:3]), 30)
 
     with pytest.raises(ManymeshError, match=r"did not take the weights[\s\S]*begin_weight_update"):
         engine.call(go())
     update(server, weights, 9)
     [row] = rows_of(server.generate(prompts([5]), GREEDY))
     assert greedy_error(models.reference(2), row) < 1e-4
-    engine.call(sent.close())
+    engine.call(upload.close())
 
 
 def test_a_failed_bucket_leaves_no_valid_weights_until_all_are_sent_again(
@@ -136,7 +136,7 @@ def test_a_failed_bucket_leaves_no_valid_weights_until_all_are_sent_again(
     server.begin_weight_update(specs(weights), 3)
     server.load_bucket(list(weights.items())[:2])
     with monkeypatch.context() as patched:
-        patched.setattr(inside(server)._way, "load", refused)
+        patched.setattr(inside(server)._upload, "load", refused)
         with pytest.raises(ManymeshError, match="no"):
             server.load_bucket(list(weights.items())[2:4])
     server.abort_weight_update()
@@ -229,11 +229,11 @@ def test_a_server_that_does_not_come_is_an_error_with_the_last_lines_of_its_log(
         made(models.directory(1), start_timeout_s=0.5).initialize()
     with pytest.raises(Refused, match=r"cannot run[\s\S]*exit code[\s\S]*no_such_option"):
         made(models.directory(1), sglang={"no_such_option": 1}).initialize()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen(1)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
         with pytest.raises(Refused, match="taken"):
-            made(models.directory(1), port=taken.getsockname()[1]).initialize()
+            made(models.directory(1), port=listener.getsockname()[1]).initialize()
 
 
 def test_a_server_does_not_outlive_a_worker_that_is_killed(models: Models) -> None:

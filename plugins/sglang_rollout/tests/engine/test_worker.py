@@ -61,10 +61,10 @@ def disagreement(group: Any, batch: TensorDict) -> float:
 
 @pytest.mark.timeout(900)
 def test_policy_and_rollout_agree_after_each_update_and_only_then(group: Any) -> None:
-    asked = prompts([1, 5, 6], [7], [40, 41, 42], [9, 9])
+    batch_of_prompts = prompts([1, 5, 6], [7], [40, 41, 42], [9, 9])
     sync = WeightSync(group, group)
     assert sync.sync() == 0
-    batch = group.generate_sequences(asked, SAMPLING)
+    batch = group.generate_sequences(batch_of_prompts, SAMPLING)
     assert batch["prompt_id"].tolist() == [i for i in range(4) for _ in range(4)]
     assert disagreement(group, batch) < 1e-4
 
@@ -72,13 +72,13 @@ def test_policy_and_rollout_agree_after_each_update_and_only_then(group: Any) ->
     signs = torch.linspace(-1, 1, batch["response_mask"].values().numel())
     batch["advantages"] = torch.nested.nested_tensor_from_jagged(signs, batch["response_mask"].offsets())
     group.update_actor(batch, temperature=SAMPLING.temperature)
-    stale = group.generate_sequences(asked, SAMPLING, min_version=0)
+    stale = group.generate_sequences(batch_of_prompts, SAMPLING, min_version=0)
     assert stale["weight_version"].tolist() == [0] * 16
     assert disagreement(group, stale) > 1e-2
     with pytest.raises(Refused, match="too old"):
-        group.generate_sequences(asked, SAMPLING)
+        group.generate_sequences(batch_of_prompts, SAMPLING)
 
     assert sync.sync() == 1
-    fresh = group.generate_sequences(asked, SAMPLING)
+    fresh = group.generate_sequences(batch_of_prompts, SAMPLING)
     assert fresh["weight_version"].tolist() == [1] * 16
     assert disagreement(group, fresh) < 1e-4

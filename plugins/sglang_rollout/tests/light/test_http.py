@@ -1,4 +1,4 @@
-"""The HTTP client, the server's engine and the ways of weights against a small fake server on loopback."""
+"""The HTTP client, the server's engine and the uploads of weights against a small fake server on loopback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from core.errors import DeadlineExceeded, ManymeshError, Refused
 from manymesh_sglang.http import HttpClient, ServerError
 from manymesh_sglang.server_process import free_port
-from manymesh_sglang.ways import ByCollective, ByDisk, told
+from manymesh_sglang.weight_upload import DiskUpload, DistributedUpload, post_checked
 
 Answer = Callable[[str, Any, dict[str, str]], Any]
 
@@ -29,16 +29,16 @@ async def server(answer: Answer) -> AsyncIterator[HttpClient]:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
         data = await reader.readexactly(int(headers.get("content-length", 0)))
-        said = answer(head[0].split()[1], json.loads(data) if data else None, headers)
-        if asyncio.iscoroutine(said):
-            said = await said
-        if isinstance(said, list):
+        reply = answer(head[0].split()[1], json.loads(data) if data else None, headers)
+        if asyncio.iscoroutine(reply):
+            reply = await reply
+        if isinstance(reply, list):
             writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-            for piece in said:
+            for piece in reply:
                 writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
             writer.write(b"0\r\n\r\n")
-        elif said is not None:
-            status, body = said
+        elif reply is not None:
+            status, body = reply
             body = body if isinstance(body, bytes) else json.dumps(body).encode()
             writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         await writer.drain()
@@ -54,8 +54,8 @@ async def server(answer: Answer) -> AsyncIterator[HttpClient]:
 def test_bodies_and_keys_cross_both_ways() -> None:
     async def go() -> None:
         async with server(lambda path, body, headers: (200, [path, body, headers["authorization"]])) as client:
-            said = await client.call("POST", "/x", {"a": [1]}, timeout_s=10)
-            assert said == ["/x", {"a": [1]}, "Bearer the key"]
+            reply = await client.call("POST", "/x", {"a": [1]}, timeout_s=10)
+            assert reply == ["/x", {"a": [1]}, "Bearer the key"]
         async with server(lambda *_: (200, b"Cache flushed.")) as client:
             assert await client.call("POST", "/flush_cache", timeout_s=10) == "Cache flushed."
 
@@ -76,10 +76,10 @@ def test_a_proxy_of_the_environment_is_not_used(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_answer_that_sends_elsewhere_is_an_error_and_the_key_stays_here() -> None:
-    asked = []
+    paths = []
 
     def answer(path: str, *_: Any) -> Any:
-        asked.append(path)
+        paths.append(path)
         return 307, b""
 
     async def go() -> None:
@@ -88,7 +88,7 @@ def test_an_answer_that_sends_elsewhere_is_an_error_and_the_key_stays_here() -> 
 
     with pytest.raises(ServerError, match=r"refused /x[\s\S]*307"):
         asyncio.run(go())
-    assert asked == ["/x"]
+    assert paths == ["/x"]
 
 
 def test_an_answer_of_many_megabytes_comes_whole() -> None:
@@ -107,8 +107,8 @@ def test_events_come_one_by_one_however_they_are_cut() -> None:
     text = b'data: {"n": 1}\n\ndata: {"n": 2}\n\ndata: [DONE]\n\n'
     pieces = [text[:5], text[5:20], text[20:37], text[37:]]
 
-    async def go(said: list[bytes]) -> list[Any]:
-        async with server(lambda *_: said) as client:
+    async def go(reply: list[bytes]) -> list[Any]:
+        async with server(lambda *_: reply) as client:
             return [event async for event in client.stream("/generate", {})]
 
     assert asyncio.run(go(pieces)) == [{"n": 1}, {"n": 2}]
@@ -144,27 +144,27 @@ def test_errors_say_what_happened_and_where() -> None:
 def test_an_answer_without_success_is_an_error_with_its_message(status: int) -> None:
     async def go() -> None:
         async with server(lambda *_: (status, {"success": False, "message": "must run between"})) as client:
-            await told(client, "/update_weights_from_tensor", {}, 5)
+            await post_checked(client, "/update_weights_from_tensor", {}, 5)
 
     with pytest.raises(ManymeshError, match=r"did not take the weights[\s\S]*must run between"):
         asyncio.run(go())
 
 
 def test_a_server_that_refuses_the_group_does_not_leave_the_sender_in_it() -> None:
-    asked = []
+    paths = []
 
     def answer(path: str, body: Any, _: dict[str, str]) -> Any:
-        asked.append(path)
+        paths.append(path)
         return 200, {"success": False, "message": "no group here"}
 
     async def go() -> None:
         async with server(answer) as client:
-            way = ByCollective(client, 30, host="127.0.0.1", backend="gloo", device=torch.device("cpu"))
-            await asyncio.wait_for(way.begin(), 20)
+            upload = DistributedUpload(client, 30, host="127.0.0.1", backend="gloo", device=torch.device("cpu"))
+            await asyncio.wait_for(upload.begin(), 20)
 
     with pytest.raises(ManymeshError, match="no group here"):
         asyncio.run(go())
-    assert asked == ["/init_weights_update_group"]
+    assert paths == ["/init_weights_update_group"]
 
 
 def test_a_server_that_never_comes_to_the_group_is_given_up_at_the_deadline() -> None:
@@ -174,42 +174,42 @@ def test_a_server_that_never_comes_to_the_group_is_given_up_at_the_deadline() ->
 
     async def go() -> None:
         async with server(lambda *_: never()) as client:
-            way = ByCollective(client, 1, host="127.0.0.1", backend="gloo", device=torch.device("cpu"))
-            await asyncio.wait_for(way.begin(), 20)
+            upload = DistributedUpload(client, 1, host="127.0.0.1", backend="gloo", device=torch.device("cpu"))
+            await asyncio.wait_for(upload.begin(), 20)
 
     with pytest.raises(DeadlineExceeded):
         asyncio.run(go())
 
 
 def test_weights_by_disk_are_one_directory_that_is_gone_afterwards(tmp_path: Path) -> None:
-    seen: dict[str, list[str]] = {}
+    files: dict[str, list[str]] = {}
 
     def answer(path: str, body: Any, _: dict[str, str]) -> Any:
         directory = Path(body["model_path"])
-        seen[path] = sorted(each.name for each in directory.iterdir())
+        files[path] = sorted(each.name for each in directory.iterdir())
         return 200, {"success": True, "message": ""}
 
     async def go() -> None:
         async with server(answer) as client:
-            way = ByDisk(client, 10, str(tmp_path))
-            await way.begin()
-            await way.load([("a", torch.ones(2))])
-            await way.load([("b", torch.ones(3)), ("c", torch.ones(1, dtype=torch.bfloat16))])
-            await way.end()
-            await way.begin()
-            await way.load([("a", torch.ones(2))])
-            await way.abort()
+            upload = DiskUpload(client, 10, str(tmp_path))
+            await upload.begin()
+            await upload.load([("a", torch.ones(2))])
+            await upload.load([("b", torch.ones(3)), ("c", torch.ones(1, dtype=torch.bfloat16))])
+            await upload.end()
+            await upload.begin()
+            await upload.load([("a", torch.ones(2))])
+            await upload.abort()
 
     asyncio.run(go())
-    assert seen == {"/update_weights_from_disk": ["bucket-00000.safetensors", "bucket-00001.safetensors"]}
+    assert files == {"/update_weights_from_disk": ["bucket-00000.safetensors", "bucket-00001.safetensors"]}
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_port_that_is_taken_is_refused_by_name() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen(1)
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        port = listener.getsockname()[1]
         with pytest.raises(Refused, match=rf"taken[\s\S]*{port}"):
             free_port(port)
     assert free_port(0) > 0

@@ -23,8 +23,8 @@ def test_listing_and_planning_import_nothing_heavy() -> None:
         "import manymesh_sglang.scheduler as s; s.register();"
         "print(sorted({'torch', 'transformers', 'ray', 'numpy', 'tensordict', 'sglang'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("name", ["sglang", "sglang_server"])
@@ -38,9 +38,9 @@ def test_they_are_listed_with_what_they_lack_where_there_is_no_sglang(name: str)
 
 
 def test_each_rank_has_an_engine_that_is_not_cut() -> None:
-    planned = plan(SglangRolloutConfig("x"), 3, None)
-    planned.route.check("rollout")
-    assert planned.route.collectors == (0, 1, 2)
+    layout_plan = plan(SglangRolloutConfig("x"), 3, None)
+    layout_plan.route.check("rollout")
+    assert layout_plan.route.collectors == (0, 1, 2)
     with pytest.raises(Refused, match=r"not cut over ranks[\s\S]*tensor_parallel 2"):
         plan(SglangRolloutConfig("x", tensor_parallel=2), 2, None)
     with pytest.raises(Refused, match="world size 0"):

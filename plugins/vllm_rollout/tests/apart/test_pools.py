@@ -73,9 +73,9 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
     directory = tmp_path_factory.mktemp("apart")
     model = write_model(directory / "model", hidden_size=128)
     data = write_copy_task(directory / "copy.jsonl")
-    given = [f"model.path={model}", f"data.path={data}", f"run.dir={directory / 'run'}", f"run.steps={STEPS}"]
-    given += ["run.save_every=0", "run.export=false", f"rollout_pool.python={PYTHON}"]
-    config = GrpoConfig.of(override(load_yaml(ROOT / "examples/grpo/vllm_two_pools.yaml"), given))
+    overrides = [f"model.path={model}", f"data.path={data}", f"run.dir={directory / 'run'}", f"run.steps={STEPS}"]
+    overrides += ["run.save_every=0", "run.export=false", f"rollout_pool.python={PYTHON}"]
+    config = GrpoConfig.of(override(load_yaml(ROOT / "examples/grpo/vllm_two_pools.yaml"), overrides))
     trainer = GrpoTrainer(config)
     ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:

@@ -34,14 +34,14 @@ def live(models: Models) -> Iterator[VllmRollout]:
 @pytest.fixture
 def ready() -> Iterator[Ready]:
     """`ready(directory, **options)`: an initialized rollout of the test's own."""
-    kept: list[VllmRollout] = []
+    rollouts: list[VllmRollout] = []
 
     def make(directory: str, **options: Any) -> VllmRollout:
-        kept.append(made(directory, **options))
-        return kept[-1]
+        rollouts.append(made(directory, **options))
+        return rollouts[-1]
 
     yield make
-    for each in kept:
+    for each in rollouts:
         each.shutdown()
 
 

@@ -27,8 +27,8 @@ EXAMPLES = Path(__file__).parents[4] / "examples" / "grpo"
 def test_megatron_and_vllm_cut_over_the_same_two_ranks_agree_and_begin_to_learn(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", hidden_size=128)
     data = write_copy_task(tmp_path / "copy.jsonl")
-    given = [f"model.path={model}", f"data.path={data}", f"run.dir={tmp_path / 'run'}", "run.steps=6"]
-    config = GrpoConfig.of(override(load_yaml(EXAMPLES / "megatron_vllm.yaml"), given))
+    options = [f"model.path={model}", f"data.path={data}", f"run.dir={tmp_path / 'run'}", "run.steps=6"]
+    config = GrpoConfig.of(override(load_yaml(EXAMPLES / "megatron_vllm.yaml"), options))
     trainer = GrpoTrainer(config)
     ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
@@ -62,14 +62,16 @@ def test_megatron_and_vllm_cut_over_the_same_two_ranks_agree_and_begin_to_learn(
 )
 def test_the_examples_learn_to_copy_digits(tmp_path: Path, example: list[str]) -> None:
     def run(*arguments: str) -> str:
-        done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=880)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return done.stdout
+        process = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=880
+        )
+        assert process.returncode == 0, process.stderr[-4000:]
+        return process.stdout
 
     run(str(EXAMPLES / "make_copy_task.py"))
     file, *overrides = example
-    said = run("-m", "manymesh.recipes.grpo", "--config", str(EXAMPLES / file), *overrides)
-    rewards = re.search(r"^reward (\S+) -> (\S+) in", said, re.MULTILINE)
+    output = run("-m", "manymesh.recipes.grpo", "--config", str(EXAMPLES / file), *overrides)
+    rewards = re.search(r"^reward (\S+) -> (\S+) in", output, re.MULTILINE)
     assert rewards
     assert float(rewards[1]) < 0.2
     assert float(rewards[2]) >= 0.9

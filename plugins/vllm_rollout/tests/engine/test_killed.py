@@ -59,7 +59,7 @@ if __name__ == "__main__":
 class Owner:
     process: subprocess.Popen[str]
     children: list[psutil.Process]
-    said: list[Any]
+    lists: list[Any]
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +70,8 @@ def owner(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            said = [json.loads(line) for line in islice(_lists(process.stdout), 2)]
-            yield Owner(process, psutil.Process(process.pid).children(recursive=True), said)
+            lists = [json.loads(line) for line in islice(_lists(process.stdout), 2)]
+            yield Owner(process, psutil.Process(process.pid).children(recursive=True), lists)
         finally:
             process.kill()
 

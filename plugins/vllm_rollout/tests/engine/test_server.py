@@ -13,7 +13,7 @@ from core.rollout import GenerationDelta, SamplingParams
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.server_rollout import VllmServerRollout
 from sdk.conformance.suites.rollout_base import Models, chosen_error, prompts, specs, update
-from sdk.conformance.suites.rollout_serving import all_of, begun, log_probs_in, tokens_of
+from sdk.conformance.suites.rollout_server import all_of, begun, log_probs_in, tokens_of
 
 pytestmark = pytest.mark.timeout(600)  # processes that load vLLM start slowly on a busy machine
 

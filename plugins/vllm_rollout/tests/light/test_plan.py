@@ -23,8 +23,8 @@ def test_listing_and_planning_import_nothing_heavy() -> None:
         "m.manymesh_manifests(); p.plan(c.VllmRolloutConfig('x'), 2, None);"
         "print(sorted({'torch', 'transformers', 'ray', 'numpy', 'tensordict', 'vllm'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"
 
 
 def test_it_is_listed_with_what_it_lacks_where_there_is_no_vllm() -> None:
@@ -40,21 +40,21 @@ def test_it_is_listed_with_what_it_lacks_where_there_is_no_vllm() -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_server_has_a_replica_on_each_rank_whatever_its_processes(tp: int) -> None:
-    planned = server_plan(VllmRolloutConfig("x", tensor_parallel=tp), 3, facts(4, 2))
-    planned.route.check("rollout")
-    assert planned.route.collectors == (0, 1, 2)
+    layout_plan = server_plan(VllmRolloutConfig("x", tensor_parallel=tp), 3, facts(4, 2))
+    layout_plan.route.check("rollout")
+    assert layout_plan.route.collectors == (0, 1, 2)
     with pytest.raises(Refused, match=r"doesn't divide the model's heads[\s\S]*one of 1\Z"):
         server_plan(VllmRolloutConfig("x", tensor_parallel=3), 3, facts(4, 2))
 
 
 def test_eight_ranks_at_tp_4_are_two_copies_whatever_the_actors_mesh() -> None:
-    planned = plan(VllmRolloutConfig("x", tensor_parallel=4), 8, None)
-    planned.route.check("rollout")
-    layout = planned.layout
+    layout_plan = plan(VllmRolloutConfig("x", tensor_parallel=4), 8, None)
+    layout_plan.route.check("rollout")
+    layout = layout_plan.layout
     assert layout == MeshLayout.of(dp=2, infer_tp=4)
     assert [tuple(layout.coordinates(rank).values()) for rank in range(8)] == [(r // 4, r % 4) for r in range(8)]
-    assert planned.route.dp_ranks == (0, 0, 0, 0, 1, 1, 1, 1)
-    assert planned.route.collectors == (0, 4)
+    assert layout_plan.route.dp_ranks == (0, 0, 0, 0, 1, 1, 1, 1)
+    assert layout_plan.route.collectors == (0, 4)
 
 
 def facts(heads: int, kv_heads: int) -> ModelFacts:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from manymesh.parts.adamw import ScheduledAdamW
 from manymesh.parts.agreement import on_every_rank
 from manymesh.parts.engine_base import EngineBase, require_world
-from manymesh.parts.engine_checkpoint import TorchCheckpoints
+from manymesh.parts.engine_checkpoint import TorchCheckpointer
 from manymesh.parts.live_weights import WeightTable
 from manymesh.parts.log_probs import token_outputs, without_padding
 from manymesh.parts.micro_batches import check_loss
@@ -36,7 +36,7 @@ NAME = "template-engine"  # in the manifest; a checkpoint says which engine wrot
 
 
 @attrs.frozen
-class Loaded:
+class State:
     """What `initialize` makes."""
 
     model: Any  # a transformers model
@@ -44,7 +44,7 @@ class Loaded:
     optimizer: ScheduledAdamW | None
 
 
-class TemplateEngine(EngineBase[Loaded]):
+class TemplateEngine(EngineBase[State]):
     """Meets `core.engine.Engine` and `CheckpointEngine`.
 
     Args:
@@ -57,10 +57,10 @@ class TemplateEngine(EngineBase[Loaded]):
 
     def __init__(self, config: TemplateEngineConfig, device: str | None = None) -> None:
         require_world()
-        planned = plan(config, world_size(), None)
-        super().__init__(world_mesh(planned), planned.limits)
+        layout_plan = plan(config, world_size(), None)
+        super().__init__(world_mesh(layout_plan), layout_plan.limits)
         self._config, self._device = config, choose_device(device)
-        self._checkpoints = TorchCheckpoints(NAME, self._device)
+        self._checkpointer = TorchCheckpointer(NAME, self._device)
 
     def initialize(self) -> None:
         """Collective: each rank reads the model.
@@ -79,7 +79,7 @@ class TemplateEngine(EngineBase[Loaded]):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.requires_grad_(config.trainable).to(self._device)
         optimizer = ScheduledAdamW(dict(model.named_parameters()), config.optimizer) if config.trainable else None
-        self._loaded = Loaded(model, WeightTable(model), optimizer)
+        self._state = State(model, WeightTable(model), optimizer)
 
     def _set_training(self, training: bool) -> bool:
         model = self._ready().model
@@ -103,9 +103,9 @@ class TemplateEngine(EngineBase[Loaded]):
             Refused: an output that the engine doesn't have, a batch that isn't padded, or training without a loss or
                 of an engine that is not trainable.
         """
-        wanted = self._check_pass(micro_batches, loss_fn, outputs, temperature=temperature, forward_only=forward_only)
-        loaded, optimizer = self._ready(), None if forward_only else self._training()
-        parameters = list(loaded.model.parameters())
+        needs = self._check_pass(micro_batches, loss_fn, outputs, temperature=temperature, forward_only=forward_only)
+        state, optimizer = self._ready(), None if forward_only else self._training()
+        parameters = list(state.model.parameters())
         earlier = [parameter.grad for parameter in parameters]  # summed over ranks already: not once more
         if optimizer is not None:
             optimizer.zero_grad()
@@ -114,15 +114,15 @@ class TemplateEngine(EngineBase[Loaded]):
             with torch.no_grad() if forward_only else nullcontext():
                 for batch in micro_batches:
                     batch = batch.to(self._device)
-                    made = self._outputs(loaded.model, batch, wanted, temperature)
+                    values = self._outputs(state.model, batch, needs, temperature)
                     metrics: Mapping[str, Any] = {}
                     if loss_fn is not None:
-                        loss, metrics = loss_fn({name: made[name] for name in loss_fn.needs}, batch, scale)
+                        loss, metrics = loss_fn({name: values[name] for name in loss_fn.needs}, batch, scale)
                         if not forward_only:
                             check_loss(loss, loss_fn, where="forward_backward")
                             loss.backward()
-                    kept = {name: made[name] for name in outputs} if forward_only else {}
-                    results.append(MicroResult(TensorDict(kept, batch.batch_size) if kept else None, metrics))
+                    columns = {name: values[name] for name in outputs} if forward_only else {}
+                    results.append(MicroResult(TensorDict(columns, batch.batch_size) if columns else None, metrics))
             if optimizer is not None:
                 _sum_over_ranks(parameters, earlier)
         except BaseException:
@@ -132,22 +132,22 @@ class TemplateEngine(EngineBase[Loaded]):
         return results
 
     def _outputs(
-        self, model: Any, batch: TensorDict, wanted: frozenset[str], temperature: float
+        self, model: Any, batch: TensorDict, needs: frozenset[str], temperature: float
     ) -> dict[str, torch.Tensor]:
-        """The wanted outputs, padded (rows, tokens) fp32, 0 at position 0 and in padding."""
-        if not wanted:
+        """These outputs, padded (rows, tokens) fp32, 0 at position 0 and in padding."""
+        if not needs:
             return {}
         # No mask: padding stands on the right, where a causal model's real tokens don't look.
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        made = token_outputs(
+        values = token_outputs(
             logits,
             batch["input_ids"],
             temperature,
-            entropy="entropy" in wanted,
-            teacher_ids=batch["teacher_ids"] if "top_log_probs" in wanted else None,
+            entropy="entropy" in needs,
+            teacher_ids=batch["teacher_ids"] if "top_log_probs" in needs else None,
         )
         mask = batch["attention_mask"].bool()
-        return {name: without_padding(value, mask) for name, value in made.items() if name in wanted}
+        return {name: without_padding(value, mask) for name, value in values.items() if name in needs}
 
     def weight_specs(self) -> Sequence[WeightSpec]:
         return self._ready().weights.specs()
@@ -166,14 +166,14 @@ class TemplateEngine(EngineBase[Loaded]):
         self._ready().weights.load(stream)
 
     def save_checkpoint(self, path: str, *, step: int) -> None:
-        """Collective; see TorchCheckpoints.save."""
-        loaded = self._ready()
-        self._checkpoints.save(path, loaded.model, loaded.optimizer, step)
+        """Collective; see TorchCheckpointer.save."""
+        state = self._ready()
+        self._checkpointer.save(path, state.model, state.optimizer, step)
 
     def load_checkpoint(self, path: str) -> int:
-        """Collective; see TorchCheckpoints.load."""
-        loaded = self._ready()
-        return self._checkpoints.load(path, loaded.model, loaded.optimizer)
+        """Collective; see TorchCheckpointer.load."""
+        state = self._ready()
+        return self._checkpointer.load(path, state.model, state.optimizer)
 
 
 def _sum_over_ranks(parameters: Sequence[torch.nn.Parameter], earlier: Sequence[torch.Tensor | None]) -> None:

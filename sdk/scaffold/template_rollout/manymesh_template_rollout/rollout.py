@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from manymesh.parts.model_rollout import ModelRollout
-from manymesh.parts.padded_rows import cut, left_padded
+from manymesh.parts.padded_rows import left_padded, trim_rows
 from manymesh.parts.pretrained import load_causal_lm
 from manymesh.parts.rollout_checks import stop_ids
 from manymesh.parts.rollout_rows import answer_of_rows, check_prompts, no_responses, read_prompts, repeat_samples
@@ -32,7 +32,7 @@ class TemplateRollout(ModelRollout):
 
     Versions, weight updates and memory are ModelRollout's, for a transformers model in this process. For an engine that
     holds its weights itself take manymesh.parts.base_rollout.BaseRollout, and for one that serves
-    manymesh.parts.served_rollout.ServedRollout: each says which hooks you write.
+    manymesh.parts.server_rollout.ServerRollout: each says which hooks you write.
 
     Args:
         config: options; `config.model` is the directory to load.
@@ -60,11 +60,11 @@ class TemplateRollout(ModelRollout):
             ManymeshError: the model gave logits that are not finite.
         """
         version = self._ready().check_can_sample(min_version)
-        asked, hf = read_prompts(prompts), self._model.config
-        check_prompts(asked, hf.vocab_size, hf.max_position_embeddings, sampling.max_new_tokens)
+        prompt_batch, hf = read_prompts(prompts), self._model.config
+        check_prompts(prompt_batch, hf.vocab_size, hf.max_position_embeddings, sampling.max_new_tokens)
         ends = torch.tensor(stop_ids(sampling, self._eos, hf.vocab_size), dtype=torch.int64, device=self._device)
         strings = stop_strings(sampling, self._tokenizer)
-        rows, sample = repeat_samples(asked, sampling.num_samples)
+        rows, sample = repeat_samples(prompt_batch, sampling.num_samples)
         uniforms = None
         if sampling.temperature:  # 0 is greedy
             seed = int.from_bytes(os.urandom(8)) if sampling.seed is None else sampling.seed
@@ -76,7 +76,7 @@ class TemplateRollout(ModelRollout):
             end = ResponseEnd(ids, ends, strings, sampling.min_new_tokens)
             sequences = self._continue(ids, mask, sampler, end, sampling.max_new_tokens)
             where = f"weight version {version}, rank {self._mesh.rank}"
-            responses = cut(mask, sequences, sampler.log_probs, end.lengths, where)
+            responses = trim_rows(mask, sequences, sampler.log_probs, end.lengths, where)
         return answer_of_rows(rows, responses, sampling=sampling, weight_version=version)
 
     def _continue(
@@ -91,7 +91,7 @@ class TemplateRollout(ModelRollout):
         name = "cache" if "cache" in signature(self._model.forward).parameters else "past_key_values"
         past = {name: DynamicCache(config=self._model.config)}
         for _ in range(steps):
-            made = self._model(
+            output = self._model(
                 input_ids=new,
                 attention_mask=mask,
                 position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :],
@@ -99,7 +99,7 @@ class TemplateRollout(ModelRollout):
                 logits_to_keep=1,
                 **past,
             )
-            logits = made.logits[:, -1].to(torch.float32, copy=True)
+            logits = output.logits[:, -1].to(torch.float32, copy=True)
             new = sampler(ids, logits).argmax(-1, keepdim=True)
             ids, mask = torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(new, dtype=torch.bool)], 1)
             if bool(end(ids, logits).all()):

@@ -55,10 +55,10 @@ class TemplateTransfer:
                 self._until_ready(round_, listener, "the receivers to connect")
                 link, _ = listener.accept()
                 link.setblocking(False)
-                said = bytearray(len(token))
+                answer = bytearray(len(token))
                 self._links.append(link)
-                self._read(round_, link, memoryview(said), "a receiver's token")
-                if not secrets.compare_digest(said, token):
+                self._read(round_, link, memoryview(answer), "a receiver's token")
+                if not secrets.compare_digest(answer, token):
                     self._links.pop().close()
 
     def send(self, round_: TransferRound, number: int, pieces: Sequence[torch.Tensor]) -> None:

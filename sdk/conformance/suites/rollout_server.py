@@ -53,7 +53,7 @@ def log_probs_in(deltas: Sequence[GenerationDelta]) -> list[float]:
     return [value for delta in deltas for value in delta.log_probs]
 
 
-class ServingSuite(RolloutSuite):
+class ServerSuite(RolloutSuite):
     @property
     def endless(self) -> SamplingParams:
         return self.greedy(LENGTH, ignore_eos=True)
@@ -95,12 +95,12 @@ class ServingSuite(RolloutSuite):
     @offered(Capability.SERVER)
     def test_each_request_has_log_probs_of_its_own_kind_whatever_runs_beside_it(self, rollout: RolloutServer) -> None:
         options: dict[str, Any] = {"temperature": 0.6, "max_new_tokens": 30, "ignore_eos": True}
-        asked = [SamplingParams(top_k=5, log_probs=kind, **self.seed(3), **options) for kind in self.kinds()]
+        requests = [SamplingParams(top_k=5, log_probs=kind, **self.seed(3), **options) for kind in self.kinds()]
 
         async def go() -> list[list[GenerationDelta]]:
-            return await asyncio.gather(*(all_of(rollout.submit([5, 6], each)) for each in asked))
+            return await asyncio.gather(*(all_of(rollout.submit([5, 6], each)) for each in requests))
 
-        for sampling, deltas in zip(asked, self.run(go()), strict=True):
+        for sampling, deltas in zip(requests, self.run(go()), strict=True):
             want = log_probs_of(self.models.reference(1), [5, 6], tokens_of(deltas), sampling)
             assert (want - torch.tensor(log_probs_in(deltas))).abs().max() < 1e-4
 

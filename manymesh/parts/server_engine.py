@@ -1,21 +1,19 @@
-"""The engine under a rollout that serves: in a process of its own, reached through an event loop."""
+"""The engine under a rollout that is a server: in a process of its own, reached through an event loop."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
-import torch
-
 from core.engine import WeightSpec
 from core.rollout import GenerationDelta, MemoryTag, PauseMode
+from manymesh.parts.base_rollout import Bucket
 from manymesh.parts.scoring import RowScore
 
 T = TypeVar("T")
-Bucket = Sequence[tuple[str, torch.Tensor]]
 
 
-class ServedEngine(Protocol):
+class ServerEngine(Protocol):
     """An engine in a process of its own, and the event loop that talks to it. Coroutines run on that loop.
 
     Requests are whatever the backend's rollout makes of them.
@@ -72,8 +70,8 @@ class ServedEngine(Protocol):
     def shutdown(self) -> None: ...
 
 
-class ReleasingEngine(ServedEngine, Protocol):
-    """A ServedEngine that gives memory back. Nothing runs meanwhile."""
+class ReleasingServerEngine(ServerEngine, Protocol):
+    """A ServerEngine that gives memory back. Nothing runs meanwhile."""
 
     async def release(self, tags: Sequence[MemoryTag], released: frozenset[MemoryTag]) -> None:
         """Free the memory of these tags, in their order; `released` have none already."""

@@ -27,7 +27,7 @@ NAMING: Mapping[str, Any] = {"non_homogeneous_layers": True}
 
 
 @attrs.frozen(eq=False)
-class Piece:
+class TensorShard:
     """A box of a whole tensor, and this rank's memory for it.
 
     Attributes:
@@ -35,7 +35,7 @@ class Piece:
         sources: names of whole tensors to read it from; the first that a checkpoint has.
         tensor: contiguous, of the box's shape.
         offset, whole: where the box begins in the whole tensor, and that one's shape.
-        written: whether this rank is the one that writes it, of all that hold it.
+        is_writer: whether this rank is the one that writes it, of all that hold it.
     """
 
     name: str
@@ -43,18 +43,18 @@ class Piece:
     tensor: torch.Tensor
     offset: tuple[int, ...]
     whole: tuple[int, ...]
-    written: bool
+    is_writer: bool
 
 
 @attrs.frozen(eq=False)
-class State:
-    """All of this rank's pieces, and memory that no piece holds: padding, which is zero."""
+class RankTensors:
+    """All of this rank's shards, and memory that no shard holds: padding, which is zero."""
 
-    pieces: list[Piece]
+    shards: list[TensorShard]
     padding: list[torch.Tensor]
 
 
-def state_of(models: Sequence[Any], optimizer: ScheduledOptimizer | None, vocab_size: int | None) -> State:
+def rank_tensors(models: Sequence[Any], optimizer: ScheduledOptimizer | None, vocab_size: int | None) -> RankTensors:
     """Of this rank's GPTModels, in virtual order, and of what trains them. Not collective, and nothing is copied.
 
     Args:
@@ -65,27 +65,27 @@ def state_of(models: Sequence[Any], optimizer: ScheduledOptimizer | None, vocab_
     """
     groups: Any = ProcessGroupCollection.use_mpu_process_groups()
     writers = _Writers({"dense": groups.dp_cp.size(), "expert": groups.expt_dp.size()})
-    found = [each for model in models for each in _parameters(model, vocab_size)]
-    shares = optimizer.shares([each.parameter for each in found]) if optimizer is not None else {}
-    state = State([], [])
-    for placed in found:
-        flat, share = placed.parameter.detach().view(-1), shares.get(id(placed.parameter))
-        state.padding.append(flat[placed.stop :])
+    parameters = [each for model in models for each in _parameters(model, vocab_size)]
+    shares = optimizer.shares([each.parameter for each in parameters]) if optimizer is not None else {}
+    tensors = RankTensors([], [])
+    for placement in parameters:
+        flat, share = placement.parameter.detach().view(-1), shares.get(id(placement.parameter))
+        tensors.padding.append(flat[placement.stop :])
         if share is not None:
-            state.padding.extend(each[max(0, placed.stop - share.start) :] for each in share.tensors.values())
-        for place in placed.places:
+            tensors.padding.extend(each[max(0, placement.stop - share.start) :] for each in share.tensors.values())
+        for place in placement.places:
             name, master = place.name, f"optimizer.state.{MASTER}.{place.name}"
             # Where an engine of another dtype wrote it, its fp32 copy is the exact one.
             sources = (master, name) if flat.dtype == torch.float32 else (name,)
-            state.pieces.extend(_cut(place, name, sources, flat, 0, writers.take(place, flat.element_size())))
+            tensors.shards.extend(_shards(place, name, sources, flat, 0, writers.take(place, flat.element_size())))
             if share is None:
                 continue
-            written = place.first if share.alone else writers.take(place, 4 * len(share.tensors))
+            is_writer = place.first if share.alone else writers.take(place, 4 * len(share.tensors))
             for kind, tensor in share.tensors.items():
                 name = f"optimizer.state.{kind}.{place.name}"
                 sources = (master, place.name) if kind == MASTER else (name,)
-                state.pieces.extend(_cut(place, name, sources, tensor, share.start, written))
-    return state
+                tensors.shards.extend(_shards(place, name, sources, tensor, share.start, is_writer))
+    return tensors
 
 
 @attrs.frozen(eq=False)
@@ -115,7 +115,7 @@ class _Place:
 
 
 @attrs.frozen(eq=False)
-class _Placed:
+class _Placement:
     """A parameter, its places in whole tensors, and the number of its elements before padding."""
 
     parameter: torch.Tensor
@@ -123,7 +123,7 @@ class _Placed:
     stop: int
 
 
-def _parameters(model: Any, vocab_size: int | None) -> Iterator[_Placed]:
+def _parameters(model: Any, vocab_size: int | None) -> Iterator[_Placement]:
     experts = {id(each) for part in model.modules() if isinstance(part, MoELayer) for each in part.experts.parameters()}
     for base in nested_values(model.sharded_state_dict(metadata=dict(NAMING))):
         if not isinstance(base, ShardedTensor | ShardedTensorFactory):
@@ -147,7 +147,7 @@ def _parameters(model: Any, vocab_size: int | None) -> Iterator[_Placed]:
                 stop = prod(shape)
             kind = "expert" if id(parameter) in experts else "dense"
             places.append(_Place(box.key, start, shape, tuple(box.global_offset), whole, box.replica_id, kind))
-        yield _Placed(parameter, places, stop)
+        yield _Placement(parameter, places, stop)
 
 
 @attrs.define
@@ -171,9 +171,9 @@ class _Writers:
         return least == place.replica[2]
 
 
-def _cut(
-    place: _Place, name: str, sources: tuple[str, ...], flat: torch.Tensor, begins: int, written: bool
-) -> Iterator[Piece]:
+def _shards(
+    place: _Place, name: str, sources: tuple[str, ...], flat: torch.Tensor, begins: int, is_writer: bool
+) -> Iterator[TensorShard]:
     """What of a place lies in `flat`, which has the parameter's elements from `begins` on."""
     extra = (0,) * (len(place.whole) - len(place.shape))
     at = max(0, begins - place.start)
@@ -182,7 +182,7 @@ def _cut(
         first = place.start + at - begins
         tensor = flat[first : first + prod(sizes)].view(*(1 for _ in extra), *sizes)
         offset = tuple(a + b for a, b in zip(place.offset, (*extra, *offset), strict=True))
-        yield Piece(name, sources, tensor, offset, place.whole, written)
+        yield TensorShard(name, sources, tensor, offset, place.whole, is_writer)
         at += prod(sizes)
 
 

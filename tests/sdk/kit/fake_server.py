@@ -1,4 +1,4 @@
-"""A server made of a sound rollout, so that the suite for servers and ServedRollout are tested where none is installed.
+"""A server made of a sound rollout, so that the suite for servers and ServerRollout are tested where none is installed.
 
 Its engine stands in a thread. It samples a row anew with each power of two of its tokens, which row seeds make the same
 ones, and hands them on one by one.
@@ -21,13 +21,14 @@ from core.batch import objects
 from core.engine import WeightSpec
 from core.errors import Refused
 from core.rollout import GenerationDelta, MemoryTag, PauseMode, SamplingParams
+from manymesh.parts.base_rollout import Bucket
 from manymesh.parts.checkpoint_weights import read_checkpoint
 from manymesh.parts.event_loop import LoopThread
 from manymesh.parts.rollout_rows import token_lists
 from manymesh.parts.scoring import RowScore
-from manymesh.parts.served_engine import ServedEngine
-from manymesh.parts.served_rollout import ReleasingServedRollout
-from sdk.conformance.suites.rollout_base import Bucket, prompts, rows_of, sequences
+from manymesh.parts.server_engine import ServerEngine
+from manymesh.parts.server_rollout import ReleasingServerRollout
+from sdk.conformance.suites.rollout_base import prompts, rows_of, sequences
 
 FIRST = 16  # tokens
 
@@ -36,7 +37,7 @@ class Sampled:
     """Rows of one call, as far as they were sampled.
 
     Args:
-        asked: prompt, prompt_id and samples of each prompt; `samples[i][j]` is row j of prompt i.
+        batch: prompt and prompt_id of each row; `samples[i][j]` is row j of prompt i.
     """
 
     def __init__(self, rollout: Any, lock: threading.Lock, batch: Any, sampling: SamplingParams) -> None:
@@ -62,7 +63,7 @@ class Sampled:
 
 
 @attrs.define(eq=False)
-class Request:
+class RowRequest:
     """One row, and where it stands."""
 
     id: str
@@ -76,23 +77,23 @@ class Request:
 
 
 class ThreadEngine(LoopThread):
-    """A ReleasingEngine in a thread of this process."""
+    """A ReleasingServerEngine in a thread of this process."""
 
     is_staged = False
 
     def __init__(self, rollout: Any) -> None:
-        super().__init__("served")
+        super().__init__("fake server")
         self.rollout, self.lock = rollout, threading.Lock()
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, RowRequest] = {}
         self._held = self._closed = False
 
     def sample(self, batch: Any, sampling: SamplingParams) -> Sampled:
         return Sampled(self.rollout, self.lock, batch, sampling)
 
-    async def answer(self, request: Request, version: int) -> AsyncIterator[GenerationDelta]:
+    async def answer(self, request: RowRequest, version: int) -> AsyncIterator[GenerationDelta]:
         self._requests[request.id] = request
-        done: list[int] = []
-        start = 0  # of done, what was sampled with older weights
+        response: list[int] = []
+        start = 0  # of the response, what was sampled with older weights
         try:
             while True:
                 while (self._held or (self._closed and not request.has_begun)) and not request.is_aborted:
@@ -102,18 +103,18 @@ class ThreadEngine(LoopThread):
                     return
                 request.has_begun = True
                 if self.rollout.weight_version != version:
-                    version, start, request.row = self.rollout.weight_version, len(done), 0
-                    left = attrs.evolve(
+                    version, start, request.row = self.rollout.weight_version, len(response), 0
+                    rest = attrs.evolve(
                         request.sampling, num_samples=1, max_new_tokens=request.sampling.max_new_tokens - start
                     )
                     request.sampled = self.sample(
-                        prompts([*request.prompt, *done], prompt_id=[request.prompt_id]), left
+                        prompts([*request.prompt, *response], prompt_id=[request.prompt_id]), rest
                     )
-                at = len(done) - start
+                at = len(response) - start
                 request.sampled.up_to(at + 1)
                 tokens, log_probs, reason = request.sampled.rows[request.row]
                 is_last = at + 1 == len(tokens) and (reason == "stop" or request.sampled.is_all)
-                done.append(tokens[at])
+                response.append(tokens[at])
                 yield GenerationDelta(request.id, (tokens[at],), (log_probs[at],), version, reason if is_last else None)
                 if is_last:
                     return
@@ -121,7 +122,7 @@ class ThreadEngine(LoopThread):
         finally:
             del self._requests[request.id]
 
-    def stream(self, request: Request, version: int) -> AsyncIterator[GenerationDelta]:
+    def stream(self, request: RowRequest, version: int) -> AsyncIterator[GenerationDelta]:
         queue: asyncio.Queue[GenerationDelta | BaseException | None] = asyncio.Queue()
 
         async def run() -> None:
@@ -151,8 +152,8 @@ class ThreadEngine(LoopThread):
 
         return follow()
 
-    async def answers(self, requests: Sequence[Request], version: int) -> list[list[GenerationDelta]]:
-        async def whole(request: Request) -> list[GenerationDelta]:
+    async def answers(self, requests: Sequence[RowRequest], version: int) -> list[list[GenerationDelta]]:
+        async def whole(request: RowRequest) -> list[GenerationDelta]:
             async with aclosing(self.answer(request, version)) as deltas:  # type: ignore[type-var]
                 return [delta async for delta in deltas]
 
@@ -212,7 +213,7 @@ class ThreadEngine(LoopThread):
         self.rollout.shutdown()
 
 
-class Served(ReleasingServedRollout):
+class FakeServerRollout(ReleasingServerRollout):
     """Capability.SERVER, and all that the rollout has."""
 
     def __init__(self, rollout: Any) -> None:
@@ -220,27 +221,27 @@ class Served(ReleasingServedRollout):
         self._rollout = rollout
         self._thread: ThreadEngine | None = None
 
-    def _start(self) -> tuple[ServedEngine, dict[str, torch.Tensor]]:
+    def _start(self) -> tuple[ServerEngine, dict[str, torch.Tensor]]:
         self._rollout.initialize()
         self._thread = ThreadEngine(self._rollout)
         return self._thread, read_checkpoint(self._config.model)[1]
 
     def _requests(
-        self, asked: TensorDict, sampling: SamplingParams, sample: torch.Tensor, request_ids: Sequence[str]
-    ) -> list[Request]:
+        self, prompts_of_rows: TensorDict, sampling: SamplingParams, sample: torch.Tensor, request_ids: Sequence[str]
+    ) -> list[RowRequest]:
         """One call samples all rows: those of generate, or row `sample` of a submit's one prompt."""
         if self._thread is None:
             raise Refused("the rollout has no engine")
-        is_one = len(asked) == 1
+        is_one = len(prompts_of_rows) == 1
         step = 1 if is_one else sampling.num_samples
-        texts, ids = token_lists(asked["prompt_ids"]), asked["prompt_id"].tolist()
+        texts, ids = token_lists(prompts_of_rows["prompt_ids"]), prompts_of_rows["prompt_id"].tolist()
         batch = prompts(*texts[::step], prompt_id=ids[::step]) if texts else None
         if batch is None:
             return []
         first = int(sample[0]) if is_one else 0
         sampled = self._thread.sample(batch, attrs.evolve(sampling, num_samples=first + 1 if is_one else step))
         return [
-            Request(request_id, texts[i], ids[i], sampling, sampled, first + i)
+            RowRequest(request_id, texts[i], ids[i], sampling, sampled, first + i)
             for i, request_id in enumerate(request_ids)
         ]
 

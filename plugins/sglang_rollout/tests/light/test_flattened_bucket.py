@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from manymesh_sglang.flat import dtype_name, flatten
+from manymesh_sglang.flattened_bucket import dtype_name, flatten
 
 
 def test_a_bucket_is_its_tensors_bytes_with_the_widest_first_so_that_none_begins_off_its_boundary() -> None:

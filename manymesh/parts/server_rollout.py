@@ -1,6 +1,6 @@
-"""What rollouts that serve have in common: requests, pauses, and weight updates in the midst of requests.
+"""What rollouts that are servers have in common: requests, pauses, and weight updates in the midst of requests.
 
-A backend's rollout subclasses ServedRollout, or ReleasingServedRollout where its engine gives memory back.
+A backend's rollout subclasses ServerRollout, or ReleasingServerRollout where its engine gives memory back.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from core.engine import WeightSpec
 from core.errors import Refused
 from core.mesh import RankMesh
 from core.rollout import GenerationDelta, MemoryTag, PauseMode, SamplingParams
-from manymesh.parts.base_rollout import BaseReleasingRollout, BaseRollout
+from manymesh.parts.base_rollout import BaseReleasingRollout, BaseRollout, Bucket
 from manymesh.parts.rollout_checks import not_initialized
 from manymesh.parts.rollout_rows import read_prompts, repeat_samples, token_lists
 from manymesh.parts.scoring import parts, read_sequences, scores
-from manymesh.parts.served_engine import Bucket, ReleasingEngine, ServedEngine
-from manymesh.parts.served_rows import one_prompt, served_batch
+from manymesh.parts.server_engine import ReleasingServerEngine, ServerEngine
+from manymesh.parts.server_rows import one_prompt, server_batch
 
 
-class ServedRollout(BaseRollout):
-    """`core.rollout.RolloutServer` over a ServedEngine.
+class ServerRollout(BaseRollout):
+    """`core.rollout.RolloutServer` over a ServerEngine.
 
     A weight update pauses what runs, in whatever thread it is called, and lets it go on with the new weights. Methods
     may be called from several threads, those of an update from one.
@@ -36,12 +36,12 @@ class ServedRollout(BaseRollout):
 
     def __init__(self, config: RolloutConfig, device: str | None, mesh: RankMesh) -> None:
         super().__init__(config, device, mesh)
-        self._engine: ServedEngine | None = None
+        self._engine: ServerEngine | None = None
         self._paused = self._asked_to_pause = False
 
     # ------------------------------------------------------------------------------------- what a backend does
 
-    def _start(self) -> tuple[ServedEngine, Mapping[str, torch.Tensor]]:
+    def _start(self) -> tuple[ServerEngine, Mapping[str, torch.Tensor]]:
         """The engine with the directory's weights, and what save_pretrained would write of them, by name."""
         raise NotImplementedError
 
@@ -98,7 +98,7 @@ class ServedRollout(BaseRollout):
         rows, sample = repeat_samples(read_prompts(prompts), sampling.num_samples)
         requests = self._requests(rows, sampling, sample, [secrets.token_hex(8) for _ in range(len(rows))])
         answers = engine.call(engine.answers(requests, version)) if requests else []
-        return served_batch(rows, answers, sampling, version)
+        return server_batch(rows, answers, sampling, version)
 
     def score(self, sequences: TensorDict, *, temperature: float = 1.0, top_k: int = 0) -> TensorDict:
         """See `core.rollout.ScoringRollout.score`. All rows are of one version: after a weight update in the midst they
@@ -149,7 +149,7 @@ class ServedRollout(BaseRollout):
         engine = self._running()
         await engine.there(engine.check_health())
 
-    def _running(self) -> ServedEngine:
+    def _running(self) -> ServerEngine:
         if self._engine is None:
             raise not_initialized()
         return self._engine
@@ -216,14 +216,14 @@ class ServedRollout(BaseRollout):
             engine.shutdown()
 
 
-class ReleasingServedRollout(BaseReleasingRollout, ServedRollout):
-    """A ServedRollout over a ReleasingEngine. A release aborts what runs, before its memory goes."""
+class ReleasingServerRollout(BaseReleasingRollout, ServerRollout):
+    """A ServerRollout over a ReleasingServerEngine. A release aborts what runs, before its memory goes."""
 
     def _release_memory(self, tags: Sequence[MemoryTag], released: frozenset[MemoryTag]) -> None:
         self._abort_requests()
-        engine = cast(ReleasingEngine, self._running())
+        engine = cast(ReleasingServerEngine, self._running())
         engine.call(engine.release(tags, released))
 
     def _resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        engine = cast(ReleasingEngine, self._running())
+        engine = cast(ReleasingServerEngine, self._running())
         engine.call(engine.resume_memory(tags))

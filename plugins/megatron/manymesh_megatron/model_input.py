@@ -16,7 +16,7 @@ from manymesh_megatron.modules import from_zigzag, zigzag
 
 
 @attrs.frozen
-class Rows:
+class ModelInput:
     """One micro-batch on one rank.
 
     Attributes:
@@ -45,7 +45,7 @@ class Rows:
         multiple: int,
         shape: tuple[int, int] | None = None,
         teacher_ids: torch.Tensor | None = None,
-    ) -> Rows:
+    ) -> ModelInput:
         """Args:
         cp: the context-parallel process group.
         multiple: of the number of packed tokens (tp under sequence parallel).
@@ -75,7 +75,7 @@ class Rows:
         mask: torch.Tensor,
         cp: Any,
         multiple: int,
-    ) -> Rows:
+    ) -> ModelInput:
         lengths = mask.sum(1)
         lengths = lengths[lengths > 0]
         total = int(lengths.sum())
@@ -90,31 +90,31 @@ class Rows:
         flat = [F.pad(each[mask], (*[0, 0] * (each.ndim - 2), 0, extra))[None] for each in (ids, targets, positions)]
         return cls(flat[0], flat[1], flat[2], params, mask, cp)
 
-    def aligned(self, predicted: torch.Tensor) -> torch.Tensor:
+    def align(self, predictions: torch.Tensor) -> torch.Tensor:
         """What positions predict, of the ids' shape or with k more, to (rows, tokens[, k]): value t belongs to token t.
 
         0 at position 0 and in padding. Context-parallel ranks get the whole rows; the gradient goes back to each rank's
         own part, once, since all of them go on alike.
         """
         if self.packed is not None:
-            whole = unpacked(predicted[0], self.mask)
+            whole = unpacked(predictions[0], self.mask)
         elif self.cp.size() > 1:
-            whole = _whole(predicted, self.cp)
+            whole = _whole(predictions, self.cp)
         else:
-            whole = predicted
+            whole = predictions
         rows, tokens = self.mask.shape
-        shifted = F.pad(whole[:rows, : tokens - 1], (*[0, 0] * (whole.ndim - 2), 1, 0))
-        return without_padding(shifted, self.mask)
+        next_tokens = F.pad(whole[:rows, : tokens - 1], (*[0, 0] * (whole.ndim - 2), 1, 0))
+        return without_padding(next_tokens, self.mask)
 
 
 def _mine(rows: torch.Tensor, cp: Any) -> torch.Tensor:
-    pieces = rows.chunk(2 * cp.size(), 1)
-    return torch.cat([pieces[i] for i in zigzag(cp.rank(), cp.size())], 1)
+    chunks = rows.chunk(2 * cp.size(), 1)
+    return torch.cat([chunks[i] for i in zigzag(cp.rank(), cp.size())], 1)
 
 
 def _whole(part: torch.Tensor, cp: Any) -> torch.Tensor:
-    gathered = gather_from_sequence_parallel_region(
+    parts = gather_from_sequence_parallel_region(
         part.transpose(0, 1).contiguous(), tensor_parallel_output_grad=False, group=cp
     )
-    pieces = gathered.chunk(2 * cp.size())
-    return torch.cat([pieces[i] for i in from_zigzag(cp.size())]).transpose(0, 1)
+    chunks = parts.chunk(2 * cp.size())
+    return torch.cat([chunks[i] for i in from_zigzag(cp.size())]).transpose(0, 1)

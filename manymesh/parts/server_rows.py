@@ -1,4 +1,4 @@
-"""Requests and rows of a rollout that serves: one prompt of a submit, and the batch that many answers make."""
+"""Requests and rows of a rollout that is a server: one prompt of a submit, and the batch that many answers make."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def one_prompt(prompt_ids: Sequence[int], sampling: SamplingParams, prompt_id: i
     return read_prompts(batch.set("prompt_ids", jagged([torch.tensor(list(prompt_ids))])))
 
 
-def served_batch(
+def server_batch(
     prompts: TensorDict, answers: Sequence[Sequence[GenerationDelta]], sampling: SamplingParams, version: int
 ) -> TensorDict:
     """The contract's columns, with weight_versions, and the oldest of these as weight_version.
@@ -62,15 +62,15 @@ def served_batch(
 
 def spans(deltas: Sequence[GenerationDelta]) -> list[tuple[int, int]]:
     """(version, number of tokens) of a row, in order."""
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     for delta in deltas:
         if not delta.token_ids:
             continue
-        if found and found[-1][0] == delta.weight_version:
-            found[-1] = delta.weight_version, found[-1][1] + len(delta.token_ids)
+        if pairs and pairs[-1][0] == delta.weight_version:
+            pairs[-1] = delta.weight_version, pairs[-1][1] + len(delta.token_ids)
         else:
-            found.append((delta.weight_version, len(delta.token_ids)))
-    return found
+            pairs.append((delta.weight_version, len(delta.token_ids)))
+    return pairs
 
 
 def by_version(starts: Sequence[tuple[str, int]], first: int, end: int) -> list[tuple[int, int, int]]:
@@ -80,8 +80,8 @@ def by_version(starts: Sequence[tuple[str, int]], first: int, end: int) -> list[
         starts: (version, the token it begins at), in order.
     """
     bounds = [*(start for _, start in starts), end]
-    cut = [
+    ranges = [
         (int(version), max(start, first), min(stop, end))
         for (version, _), (start, stop) in zip(starts, pairwise(bounds), strict=True)
     ]
-    return [span for span in cut if span[1] < span[2]]
+    return [span for span in ranges if span[1] < span[2]]

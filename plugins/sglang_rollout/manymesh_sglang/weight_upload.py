@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -25,15 +25,15 @@ from safetensors.torch import save_file
 from torch.distributed import distributed_c10d
 
 from core.errors import DeadlineExceeded, ManymeshError
-from manymesh_sglang.flat import dtype_name, flatten
+from manymesh.parts.base_rollout import Bucket
+from manymesh_sglang.flattened_bucket import dtype_name, flatten
 from manymesh_sglang.http import HttpClient, ServerError, parsed
 
 T = TypeVar("T")
-Bucket = Sequence[tuple[str, torch.Tensor]]
 LEAVE_S = 10.0  # for a server that may be dead
 
 
-class Way(Protocol):
+class WeightUpload(Protocol):
     """
     Attributes:
         is_staged: the weights before it are whole until `end`.
@@ -48,18 +48,18 @@ class Way(Protocol):
     async def close(self) -> None: ...
 
 
-async def told(client: HttpClient, path: str, body: Any, timeout_s: float) -> None:
+async def post_checked(client: HttpClient, path: str, body: Any, timeout_s: float) -> None:
     """Ask for what a server answers with `success`. Raises ManymeshError where that is not so."""
     try:
-        said = await client.call("POST", path, body, timeout_s=timeout_s)
+        answer = await client.call("POST", path, body, timeout_s=timeout_s)
     except ServerError as error:
-        said = parsed(error.said)  # SGLang has success: false with status 200 or 400
-        if not isinstance(said, dict) or "success" not in said:
+        answer = parsed(error.body)  # SGLang has success: false with status 200 or 400
+        if not isinstance(answer, dict) or "success" not in answer:
             raise
-    if not isinstance(said, dict) or said.get("success") is not True:
+    if not isinstance(answer, dict) or answer.get("success") is not True:
         raise ManymeshError(
             "SGLang did not take the weights",
-            have=said.get("message", said) if isinstance(said, dict) else said,
+            have=answer.get("message", answer) if isinstance(answer, dict) else answer,
             where=f"{path} of {client.address}",
             mend="send all weights again, in a new update",
         )
@@ -74,23 +74,23 @@ class _Session:
         self._client, self._timeout_s = client, timeout_s
 
     async def begin(self) -> None:
-        await self._told("/begin_weight_update", {"selector": "all"})
+        await self._post("/begin_weight_update", {"selector": "all"})
 
     async def end(self) -> None:
-        await self._told("/end_weight_update", {})
+        await self._post("/end_weight_update", {})
 
     async def abort(self) -> None:
         with suppress(ManymeshError):
             await self.end()
 
-    async def _told(self, path: str, body: Any) -> None:
-        await told(self._client, path, body, self._timeout_s)
+    async def _post(self, path: str, body: Any) -> None:
+        await post_checked(self._client, path, body, self._timeout_s)
 
     async def close(self) -> None:
         pass
 
 
-class ByCollective(_Session):
+class DistributedUpload(_Session):
     """Broadcasts of a group of two: this process, and the server's.
 
     Args:
@@ -133,7 +133,7 @@ class ByCollective(_Session):
             "group_name": self._name,
             "backend": self._backend,
         }
-        asking = asyncio.ensure_future(self._told("/init_weights_update_group", body))
+        asking = asyncio.ensure_future(self._post("/init_weights_update_group", body))
         try:
             await asyncio.wait({ours, asking}, timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             if asking.done():
@@ -171,7 +171,7 @@ class ByCollective(_Session):
         options.rootRank, options.asyncOp = 0, True
         sending = self._group.broadcast([flat.to(self._device)], options)
         try:
-            await self._told("/update_weights_from_distributed", body)
+            await self._post("/update_weights_from_distributed", body)
             # It has them, so that this is only to see that our side is done too.
             await _in_thread(lambda: sending.wait(timedelta(seconds=self._timeout_s)))
         except BaseException as error:
@@ -194,7 +194,7 @@ class ByCollective(_Session):
         del group
         with suppress(ManymeshError):
             body = {"group_name": self._name}
-            await told(self._client, "/destroy_weights_update_group", body, min(LEAVE_S, self._timeout_s))
+            await post_checked(self._client, "/destroy_weights_update_group", body, min(LEAVE_S, self._timeout_s))
 
 
 def _in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
@@ -230,7 +230,7 @@ def _destroy(group: Any, sending: Any, timeout: timedelta) -> None:
         dist.destroy_process_group(group)
 
 
-class InSharedMemory(_Session):
+class TensorUpload(_Session):
     """Handles to memory of this host, or of its GPU."""
 
     async def load(self, bucket: Bucket) -> None:
@@ -242,12 +242,12 @@ class InSharedMemory(_Session):
         try:
             data = base64.b64encode(serialized(bucket)).decode()
             body = {"serialized_named_tensors": [data], "load_format": "flattened_bucket", "flush_cache": False}
-            await self._told("/update_weights_from_tensor", body)
+            await self._post("/update_weights_from_tensor", body)
         finally:
             torch.multiprocessing.set_sharing_strategy(before)
 
 
-class ByDisk:
+class DiskUpload:
     """A checkpoint without a config, which the server loads as a whole."""
 
     is_staged = True
@@ -271,7 +271,7 @@ class ByDisk:
     async def end(self) -> None:
         body = {"model_path": str(self._directory), "load_format": "safetensors", "flush_cache": False}
         try:
-            await told(self._client, "/update_weights_from_disk", body, self._timeout_s)
+            await post_checked(self._client, "/update_weights_from_disk", body, self._timeout_s)
         finally:
             self._remove()
 

@@ -14,9 +14,9 @@ from core.errors import Refused
 from core.manifest import Capability
 from core.registry import Backend
 from core.rollout import GenerationDelta, LogProbKind, PauseMode, SamplingParams
+from tests.sdk.kit.fake_server import FakeServerRollout
 from tests.sdk.kit.faults import Mutant, capabilities, caught_by, with_manifest
 from tests.sdk.kit.rollout_faults import RolloutFault
-from tests.sdk.kit.served import Served
 
 Deltas = AsyncIterator[GenerationDelta]
 
@@ -25,15 +25,15 @@ def that_serves(entry: Backend) -> Backend:
     return with_manifest(entry, capabilities=capabilities(entry) | {Capability.SERVER})
 
 
-SOUND = Mutant("serves, without a fault", (), put_into=f"{__name__}:Served", entry=that_serves)
+SOUND = Mutant("serves, without a fault", (), put_into=f"{__name__}:FakeServerRollout", entry=that_serves)
 
 
-class ServingFault(RolloutFault):
+class ServerFault(RolloutFault):
     """A fault of a server that is made of the rollout."""
 
     @classmethod
     def put_into(cls, rollout: Any) -> Any:
-        return super().put_into(Served(rollout))
+        return super().put_into(FakeServerRollout(rollout))
 
     @staticmethod
     def entry(entry: Backend) -> Backend:
@@ -50,7 +50,7 @@ class ServingFault(RolloutFault):
 
 
 @caught_by("test_an_aborted_request_keeps_what_it_has_and_the_others_go_on")
-class WithholdsTokens(ServingFault):
+class WithholdsTokens(ServerFault):
     """gives a request's tokens when it has ended"""
 
     async def given(self, stream: Deltas) -> Deltas:
@@ -59,7 +59,7 @@ class WithholdsTokens(ServingFault):
 
 
 @caught_by("test_an_aborted_request_keeps_what_it_has_and_the_others_go_on")
-class HidesAborts(ServingFault):
+class HidesAborts(ServerFault):
     """says of aborted requests that they stopped"""
 
     async def given(self, stream: Deltas) -> Deltas:
@@ -69,7 +69,7 @@ class HidesAborts(ServingFault):
 
 
 @caught_by("test_an_aborted_request_keeps_what_it_has_and_the_others_go_on")
-class AbortsAll(ServingFault):
+class AbortsAll(ServerFault):
     """aborts all requests where some are named"""
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -79,7 +79,7 @@ class AbortsAll(ServingFault):
 @caught_by(
     "test_an_abort_of_all_finds_a_request_that_has_only_just_begun", "test_rows_of_generate_that_are_aborted_say_so"
 )
-class AbortsNamed(ServingFault):
+class AbortsNamed(ServerFault):
     """aborts only what is named"""
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -87,7 +87,7 @@ class AbortsNamed(ServingFault):
 
 
 @caught_by("test_a_pause_keeps_awaits_or_aborts_what_runs_and_new_requests_wait")
-class NeverPauses(ServingFault):
+class NeverPauses(ServerFault):
     """goes on in a pause"""
 
     async def pause(self, mode: PauseMode) -> None:
@@ -95,7 +95,7 @@ class NeverPauses(ServingFault):
 
 
 @caught_by("test_a_pause_keeps_awaits_or_aborts_what_runs_and_new_requests_wait[keep]")
-class AbortsInPause(ServingFault):
+class AbortsInPause(ServerFault):
     """aborts in a pause what it is to keep"""
 
     async def pause(self, mode: PauseMode) -> None:
@@ -103,7 +103,7 @@ class AbortsInPause(ServingFault):
 
 
 @caught_by("test_an_unknown_mode_of_pause_is_refused")
-class PausesAnyhow(ServingFault):
+class PausesAnyhow(ServerFault):
     """takes an unknown mode of pause for keep"""
 
     async def pause(self, mode: PauseMode) -> None:
@@ -111,7 +111,7 @@ class PausesAnyhow(ServingFault):
 
 
 @caught_by("test_an_update_in_the_midst_of_a_request_says_which_weights_sampled_which_tokens")
-class SaysFirstVersion(ServingFault):
+class SaysFirstVersion(ServerFault):
     """says of all of a request's tokens that the weights sampled them with which it began"""
 
     async def given(self, stream: Deltas) -> Deltas:
@@ -123,7 +123,7 @@ class SaysFirstVersion(ServingFault):
 
 
 @caught_by("test_rows_that_an_update_comes_upon_have_their_oldest_version_and_its_spans")
-class SaysNewest(ServingFault):
+class SaysNewest(ServerFault):
     """says of rows that the newest weights sampled them"""
 
     def generate(self, batch: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
@@ -134,7 +134,7 @@ class SaysNewest(ServingFault):
 
 
 @caught_by("test_a_request_that_cannot_be_is_refused_at_once[samples]")
-class TakesSamples(ServingFault):
+class TakesSamples(ServerFault):
     """gives one response where several are asked for"""
 
     def asked(self, sampling: SamplingParams) -> SamplingParams:
@@ -142,7 +142,7 @@ class TakesSamples(ServingFault):
 
 
 @caught_by("test_a_request_that_cannot_be_is_refused_at_once")
-class RefusesLate(ServingFault):
+class RefusesLate(ServerFault):
     """refuses a request when its first token is asked for"""
 
     async def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Deltas:
@@ -152,7 +152,7 @@ class RefusesLate(ServingFault):
 
 
 @caught_by("test_a_stream_gives_the_tokens_of_generate_and_ends_with_a_reason")
-class DrawsAlike(ServingFault):
+class DrawsAlike(ServerFault):
     """draws all samples of a prompt from one stream"""
 
     def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Deltas:
@@ -160,7 +160,7 @@ class DrawsAlike(ServingFault):
 
 
 @caught_by("test_each_request_has_log_probs_of_its_own_kind_whatever_runs_beside_it")
-class OneKind(ServingFault):
+class OneKind(ServerFault):
     """gives requests log-probs of one kind"""
 
     def asked(self, sampling: SamplingParams) -> SamplingParams:
@@ -168,7 +168,7 @@ class OneKind(ServingFault):
 
 
 @caught_by("test_without_whole_weights_requests_are_refused")
-class ServesAnyway(ServingFault):
+class ServesAnyway(ServerFault):
     """takes requests without whole weights"""
 
     def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Deltas:

@@ -12,8 +12,8 @@ Named = tuple[str, torch.Tensor]
 def flatten(bucket: Sequence[Named]) -> tuple[list[Named], torch.Tensor]:
     """The bucket with its widest dtypes first, so that none begins off its own boundary, and its bytes (uint8)."""
     ordered = sorted(bucket, key=lambda each: -each[1].dtype.itemsize)
-    pieces = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for _, tensor in ordered]
-    return ordered, torch.cat(pieces)
+    chunks = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for _, tensor in ordered]
+    return ordered, torch.cat(chunks)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
