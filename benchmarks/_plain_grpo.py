@@ -74,22 +74,22 @@ def step(rank: int, world_size: int, num_prompts: int, num_samples: int) -> floa
         advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
         advantages = advantages.view(-1, 1)
         old, _ = response_log_probs(model, ids, width)
-    sampled = torch.ones_like(ids[:, width:], dtype=torch.bool)
+    response_mask = torch.ones_like(ids[:, width:], dtype=torch.bool)
     eos = tokenizer.eos_token_id
-    sampled[:, 1:] = (ids[:, width:-1] == eos).cumsum(1) == 0
-    num_tokens = sampled.sum().float()
+    response_mask[:, 1:] = (ids[:, width:-1] == eos).cumsum(1) == 0
+    num_tokens = response_mask.sum().float()
     torch.distributed.all_reduce(num_tokens)
     log_probs, entropy = response_log_probs(model, ids, width)
     ratio = (log_probs - old).exp()
     loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages) - 0.05 * entropy
-    loss = (loss * sampled).sum() / num_tokens
+    loss = (loss * response_mask).sum() / num_tokens
     (loss * world_size).backward()  # FSDP averages
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
     with torch.no_grad():
-        for mine, trained in zip(sampler.parameters(), model.parameters(), strict=True):
-            mine.copy_(trained.full_tensor() if isinstance(trained, DTensor) else trained)
+        for mine, theirs in zip(sampler.parameters(), model.parameters(), strict=True):
+            mine.copy_(theirs.full_tensor() if isinstance(theirs, DTensor) else theirs)
     return float(rewards.mean())
 
 

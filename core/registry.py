@@ -133,8 +133,8 @@ class EngineRegistry:
             have += f" (without manifests: {', '.join(map(str, silent))})"
         if others := named(self.entries, name):
             mend = f"it is a {others[0].kind}: ask with kind={others[0].kind!r}"
-        elif known := names if kind else names.union(*((entry.name, entry.distribution) for entry in entries)):
-            mend = did_you_mean(name, known)
+        elif known_names := names if kind else names.union(*((entry.name, entry.distribution) for entry in entries)):
+            mend = did_you_mean(name, known_names)
         else:
             mend = "install a plugin that offers it; `python -m core.list_engines` says what is there"
         what = f"there is no {kind} {name!r}" if kind else f"no plugin {name!r} is installed"

@@ -67,17 +67,17 @@ def compared(backends: Sequence[Backend]) -> Iterator[str]:
             if any(each in manifest.capabilities for manifest in manifests.values())
         ],
     )
-    offered = {backend.name: {each.name: each for each in options(backend.load("config"))} for backend in backends}
+    options_of = {backend.name: {each.name: each for each in options(backend.load("config"))} for backend in backends}
     yield "Options and their defaults; those without one must be given.\n"
-    yield from table(["option", *offered], rows(offered))
+    yield from table(["option", *options_of], rows(options_of))
 
 
-def rows(offered: Mapping[str, Mapping[str, Option]]) -> Iterator[list[str]]:
+def rows(options_of: Mapping[str, Mapping[str, Option]]) -> Iterator[list[str]]:
     """Those that more have come first."""
-    names = dict.fromkeys(name for each in offered.values() for name in each)
-    for name in sorted(names, key=lambda name: -sum(name in each for each in offered.values())):
+    names = dict.fromkeys(name for each in options_of.values() for name in each)
+    for name in sorted(names, key=lambda name: -sum(name in each for each in options_of.values())):
         cells = []
-        for each in offered.values():
+        for each in options_of.values():
             option = each.get(name)
             cells.append("" if option is None else "required" if option.default is None else f"`{option.default}`")
         yield [f"`{name}`", *cells]

@@ -168,8 +168,8 @@ def prose(text: str) -> str:
     out: list[str] = []
     section = ""
     for line in inspect.cleandoc(text).splitlines():
-        if found := SECTIONS.match(line):
-            section = found.group(1)
+        if match := SECTIONS.match(line):
+            section = match.group(1)
             out += ["", f"**{section}**", ""]
         elif section and line and not line.startswith(" "):
             section = ""

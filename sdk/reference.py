@@ -117,10 +117,10 @@ class PlainTrainer:
         self._value_model = value_model
         kind = AutoModelForTokenClassification if value_model else AutoModelForCausalLM
         self.model = kind.from_pretrained(model, dtype=dtype)
-        named = list(self.model.parameters())
+        parameters = list(self.model.parameters())
         groups = [
-            {"params": [p for p in named if p.ndim > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in named if p.ndim <= 1], "weight_decay": 0.0},
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
         self._config = config
         self._optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
@@ -170,5 +170,5 @@ def movement_error(
 ) -> float:
     """Norm of the error over the norm of what training moved."""
     error = sum((have[name].double() - want[name].double()).square().sum() for name in want)
-    moved = sum((want[name].double() - start[name].double()).square().sum() for name in want)
-    return float((error / moved) ** 0.5)
+    movement = sum((want[name].double() - start[name].double()).square().sum() for name in want)
+    return float((error / movement) ** 0.5)

@@ -197,6 +197,6 @@ def test_a_batch_whose_lengths_cannot_be_told_is_refused() -> None:
 def test_large_columns_of_any_dtype_are_joined_as_small_ones_are(dtype: torch.dtype) -> None:
     parts = [(torch.rand(rows, 2_000_000, generator=torch.Generator().manual_seed(rows)) > 0.5) for rows in (1, 2)]
     columns = [part.float().to(dtype) for part in parts]
-    joined = concat([TensorDict({"x": column}, batch_size=[len(column)]) for column in columns])
-    assert joined["x"].dtype == dtype
-    assert torch.equal(joined["x"].float(), torch.cat(parts).float())
+    whole = concat([TensorDict({"x": column}, batch_size=[len(column)]) for column in columns])
+    assert whole["x"].dtype == dtype
+    assert torch.equal(whole["x"].float(), torch.cat(parts).float())

@@ -130,8 +130,8 @@ def test_the_mean_of_a_metric_counts_no_filler(group: WorkerGroup) -> None:
 
 
 def test_dicts_are_joined_by_the_reducers_declared_for_their_keys(group: WorkerGroup) -> None:
-    joined = group.reduced(batch_of())
-    assert joined == {"loss": 2.5, "n": 8, "name": "a", "tags": [2, 0], "own": [2, 0]}
+    whole = group.reduced(batch_of())
+    assert whole == {"loss": 2.5, "n": 8, "name": "a", "tags": [2, 0], "own": [2, 0]}
 
 
 def test_what_differs_by_rank_is_said_so_by_its_wrapper(group: WorkerGroup) -> None:
@@ -149,9 +149,9 @@ def test_what_differs_by_rank_is_said_so_by_its_wrapper(group: WorkerGroup) -> N
 def test_modes_over_the_world_split_over_all_ranks(group: WorkerGroup) -> None:
     assert group.over_world(batch_of())["rank"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert group.with_function(double_x, batch_of())["x"].tolist() == [2 * i for i in range(8)]
-    joined, own = group.metric(batch_of())
-    assert joined["loss"] == 6
-    assert joined["rows"]["x"].tolist() == list(range(8))
+    whole, own = group.metric(batch_of())
+    assert whole["loss"] == 6
+    assert whole["rows"]["x"].tolist() == list(range(8))
     assert [each["loss"] for each in own] == [0, 1, 2, 3]
     assert own[1]["rows"]["x"].tolist() == [2, 3]
 

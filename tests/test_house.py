@@ -191,13 +191,13 @@ def words(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_core_names_no_backend() -> None:
-    named = [
+    places = [
         f"{file.relative_to(ROOT)}:{line}: {word}"
         for file in sources(ROOT / "core")
         for line, word in words(file)
         if BACKENDS.search(word)
     ]
-    assert named == []
+    assert places == []
 
 
 def test_the_rule_on_backend_names_bites(tmp_path: Path) -> None:

@@ -192,10 +192,10 @@ def test_kind_narrows_the_listing_but_keeps_plugins_whose_kind_is_unknown(
 ) -> None:
     capsys.readouterr()
     assert main(["--kind", "rollout", "--json"]) == 0
-    listed = {entry["distribution"]: entry["kind"] for entry in json.loads(capsys.readouterr().out)["entries"]}
-    assert "acme-toy" not in listed
-    assert listed["lacking-toy"] == "rollout"
-    assert listed["import-toy"] is None
+    entries = {entry["distribution"]: entry["kind"] for entry in json.loads(capsys.readouterr().out)["entries"]}
+    assert "acme-toy" not in entries
+    assert entries["lacking-toy"] == "rollout"
+    assert entries["import-toy"] is None
     with pytest.raises(SystemExit, match="2"):
         main(["--kind", "rollouts"])
 
@@ -269,8 +269,8 @@ def test_json_of_one_plugin_adds_to_what_the_listing_has(
     here: EngineRegistry, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (entry,) = json.loads(shown(capsys, "rich-toy:rich", "--json"))["entries"]
-    listed = {each["name"]: each for each in json.loads(shown(capsys, "--json"))["entries"]}
-    assert listed["rich"].items() <= entry.items()
+    entries = {each["name"]: each for each in json.loads(shown(capsys, "--json"))["entries"]}
+    assert entries["rich"].items() <= entry.items()
     options = {option["name"]: option for option in entry["options"]}
     assert options["model"] == {
         "name": "model",

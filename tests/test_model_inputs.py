@@ -141,8 +141,8 @@ def sequences(lengths: Sequence[int]) -> TensorDict:
 def test_they_pass_through_generate_on_two_ranks_and_are_repeated_for_the_samples() -> None:
     group: Any = LocalWorkerGroup(RayClassWithInitArgs(SeeingWorker, READS), world_size=2)
     out = group.generate_sequences(prompts(6), SamplingParams(num_samples=2, max_new_tokens=2))
-    sampled = [row[-2:] for row in token_lists(out["input_ids"])]
-    assert sampled == [[row, sample] for row in range(6) for sample in (0, 1)]
+    responses = [row[-2:] for row in token_lists(out["input_ids"])]
+    assert responses == [[row, sample] for row in range(6) for sample in (0, 1)]
     assert [row_of(out, row) for row in range(12)] == [whole_row(row // 2) for row in range(12)]
 
 

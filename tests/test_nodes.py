@@ -88,8 +88,8 @@ def facts() -> dict[str, Any]:
         )
     lines = [line for line in process.stdout.splitlines() if line.startswith("TOLD ")]
     assert lines, process.stderr[-4000:]
-    found: dict[str, Any] = json.loads(lines[0].removeprefix("TOLD "))
-    return found
+    facts: dict[str, Any] = json.loads(lines[0].removeprefix("TOLD "))
+    return facts
 
 
 def test_ranks_of_a_node_follow_each_other_and_know_their_place_on_it(facts: dict[str, Any]) -> None:

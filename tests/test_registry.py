@@ -459,10 +459,10 @@ def test_an_unknown_name_is_refused_with_the_nearest_and_what_is_there(site: Pat
 def test_build_structures_the_options_and_imports_only_the_chosen_backend(site: Path) -> None:
     install_toy(site)
     install_toy(site, name="other", distribution="acme-other")
-    built = discovered().find("toy").build({"learning_rate": 1}, "cpu")
-    assert (built.config.model, built.config.learning_rate, built.device) == ("tiny", 1.0, "cpu")
+    engine = discovered().find("toy").build({"learning_rate": 1}, "cpu")
+    assert (engine.config.model, engine.config.learning_rate, engine.device) == ("tiny", 1.0, "cpu")
     assert "acme_other_backend" not in sys.modules
-    again = discovered().find("toy").build(attrs.evolve(built.config, model="big"))
+    again = discovered().find("toy").build(attrs.evolve(engine.config, model="big"))
     assert (again.config.model, again.device) == ("big", None)
 
 
@@ -512,9 +512,9 @@ def test_a_choice_is_checked_in_the_process_that_builds_it(site: Path) -> None:
     assert f"process {os.getpid()} on" in raised.value.where
     assert raised.value.mend == "pip install acme-toy==1.1 on every node"
 
-    gone = Choice("engine", "gone", "acme-gone", "1.0")
+    missing = Choice("engine", "gone", "acme-gone", "1.0")
     with pytest.raises(RegistryError) as raised:
-        registry.find("gone", expect=gone)
+        registry.find("gone", expect=missing)
     assert raised.value.have == "no distribution acme-gone"
     assert raised.value.mend == "pip install acme-gone==1.0 on every node"
 
@@ -571,8 +571,8 @@ class Memory:
 
 
 def install_others(site: Path, kind: str, cls: str) -> Any:
-    offered = manifest("mine", "acme_others", kind=kind, factory=f"acme_others_backend:{cls}")
-    install(site, "acme-others", {"acme_others.py": plugin(offered), "acme_others_backend.py": OTHERS})
+    plugin_manifest = manifest("mine", "acme_others", kind=kind, factory=f"acme_others_backend:{cls}")
+    install(site, "acme-others", {"acme_others.py": plugin(plugin_manifest), "acme_others_backend.py": OTHERS})
     (entry,) = entries("acme-others")
     assert (entry.kind, entry.status, entry.mend) == (kind, Status.OK, "")
     assert "acme_others_backend" not in sys.modules

@@ -72,8 +72,8 @@ def test_a_registered_backend_is_listed_found_and_built_like_an_installed_one(re
     assert backend in registry.entries
     assert [entry.place for entry in registry.entries] == sorted(entry.place for entry in registry.entries)
     assert EngineRegistry.get("importable") is EngineRegistry.get("run-time:importable") is backend
-    built = EngineRegistry.new(None, "importable", {"size": 2}, "cpu", expect=backend.choice)
-    assert built.text == "Importable of size 2 on cpu"
+    engine = EngineRegistry.new(None, "importable", {"size": 2}, "cpu", expect=backend.choice)
+    assert engine.text == "Importable of size 2 on cpu"
     with pytest.raises(ConfigError, match="sise"):
         backend.config({"sise": 2})
     registry.unregister(backend)

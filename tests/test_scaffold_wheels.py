@@ -40,9 +40,9 @@ def test_new_plugins_install_as_wheels_pass_the_kit_and_train(tmp_path: Path) ->
     distributions = [names.distribution for names in PLUGINS]
     run([*pip, "--find-links", str(wheels), *distributions, "pytest", "pytest-timeout"], tmp_path)
 
-    listed = json.loads(run([python, "-m", "core.list_engines", "--json"], tmp_path))["entries"]
+    entries = json.loads(run([python, "-m", "core.list_engines", "--json"], tmp_path))["entries"]
     assert {
-        (entry["name"], entry["kind"], entry["status"]) for entry in listed if entry["distribution"] != "manymesh"
+        (entry["name"], entry["kind"], entry["status"]) for entry in entries if entry["distribution"] != "manymesh"
     } == {("acme-engine", "engine", "ok"), ("acme", "rollout", "ok"), ("acme-transfer", "transfer", "ok")}
     in_full = run([python, "-m", "core.list_engines", "acme-engine"], tmp_path)
     assert "gradient_checkpointing" in in_full

@@ -63,10 +63,10 @@ def prompts(num_prompts: int = 4) -> TensorDict:
 
 def gap(senders: WorkerGroup, receivers: WorkerGroup, min_version: int | None = None) -> float:
     """Largest difference between the rollout's and the trainer's log-probs of sampled tokens."""
-    sampled = receivers.generate_sequences(prompts(), SAMPLING, min_version)
-    scored = senders.compute_log_prob(sampled, 1.0)
-    mask = sampled["response_mask"].values()
-    return float((sampled["rollout_log_probs"].values() - scored["old_log_probs"].values())[mask].abs().max())
+    samples = receivers.generate_sequences(prompts(), SAMPLING, min_version)
+    scores = senders.compute_log_prob(samples, 1.0)
+    mask = samples["response_mask"].values()
+    return float((samples["rollout_log_probs"].values() - scores["old_log_probs"].values())[mask].abs().max())
 
 
 def worker(group: WorkerGroup) -> Any:
@@ -125,12 +125,12 @@ def test_after_a_sync_all_rollouts_have_the_trainers_weights_and_version(
         assert sync.sync() == version == sync.version
         assert [gap(senders, group, version) < 1e-4 for group in receivers] == [True, True]
         assert receivers[0].rollout_version() == version
-        sent, *received = sync.receipts
+        sender, *receivers_receipts = sync.receipts
         assert len({receipt.digest for receipt in sync.receipts}) == 1
-        assert [receipt.num_bytes for receipt in received] == [sent.num_bytes] * 2
-    exported = dict(worker(senders).weight_source.engine.export_weights())
-    loaded = worker(receivers[0]).rollout._model.state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in exported.items())
+        assert [receipt.num_bytes for receipt in receivers_receipts] == [sender.num_bytes] * 2
+    exports = dict(worker(senders).weight_source.engine.export_weights())
+    state_dict = worker(receivers[0]).rollout._model.state_dict()
+    assert all(torch.equal(state_dict[name], tensor) for name, tensor in exports.items())
     sync.close()
     assert not list((tmp_path / "weights").glob("*")), "nothing is left"
 
@@ -189,7 +189,7 @@ def test_a_rollout_that_stages_keeps_its_old_version_whole_when_another_fails(
     senders, receivers = groups
     sync = sync_of()
     before = sync.sync()
-    sampled = receivers[0].generate_sequences(prompts(), SAMPLING)
+    samples = receivers[0].generate_sequences(prompts(), SAMPLING)
     staged = Staged(worker(receivers[0]).rollout)
     monkeypatch.setattr(worker(receivers[0]), "rollout", staged)
     monkeypatch.setattr(worker(receivers[0]).weight_sink, "rollout", staged)
@@ -202,7 +202,7 @@ def test_a_rollout_that_stages_keeps_its_old_version_whole_when_another_fails(
     with pytest.raises(Refused, match="too old"):  # of the sync that failed it knows
         receivers[0].generate_sequences(prompts(), SAMPLING)
     again = receivers[0].generate_sequences(prompts(), SAMPLING, min_version=sync.version)
-    assert torch.equal(again["rollout_log_probs"].values(), sampled["rollout_log_probs"].values())
+    assert torch.equal(again["rollout_log_probs"].values(), samples["rollout_log_probs"].values())
     assert sync.sync() == before + 1
     assert gap(senders, receivers[0], before + 1) < 1e-4
 
@@ -210,7 +210,7 @@ def test_a_rollout_that_stages_keeps_its_old_version_whole_when_another_fails(
 def test_names_are_checked_before_anything_changes(groups: Any, sync_of: Any, tmp_path: Path) -> None:
     senders, receivers = groups
     before = sync_of().sync()
-    sampled = receivers[0].generate_sequences(prompts(), SAMPLING)
+    samples = receivers[0].generate_sequences(prompts(), SAMPLING)
     other = rollouts(tiny_model(tmp_path / "other", num_layers=1))
     sync = WeightSync(senders, [receivers[0], other])
     with pytest.raises(Refused, match=r"14 matched, 0 missing, 11 unexpected[\s\S]*layers.1"):
@@ -218,7 +218,7 @@ def test_names_are_checked_before_anything_changes(groups: Any, sync_of: Any, tm
     assert other.rollout_version() == 0
     assert receivers[0].rollout_version() == before
     again = receivers[0].generate_sequences(prompts(), SAMPLING)
-    assert torch.equal(again["rollout_log_probs"].values(), sampled["rollout_log_probs"].values())
+    assert torch.equal(again["rollout_log_probs"].values(), samples["rollout_log_probs"].values())
     sync.close()
 
 
@@ -268,10 +268,10 @@ def test_a_trainer_that_fails_while_it_exports_is_a_failed_group_and_receivers_a
     export = engine.export_weights
 
     def failing(**options: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        for number, named in enumerate(export(**options)):
+        for number, pair in enumerate(export(**options)):
             if number == 15:
                 raise MemoryError("no room")
-            yield named
+            yield pair
 
     engine.export_weights = failing
     start = time.monotonic()

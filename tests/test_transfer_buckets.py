@@ -84,7 +84,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_what_is_cut_and_joined_is_what_it_was(model: Any, bucket_bytes: int) -> None:
     specs, stream = model
     loads = carried(specs, stream, bucket_bytes)
-    have = [named for load in loads for named in load]
+    have = [pair for load in loads for pair in load]
     assert [name for name, _ in have] == [name for name, _ in stream]
     assert all(same(a, b) for (_, a), (_, b) in zip(have, stream, strict=True))
     for together in ("a", "b"):
@@ -100,8 +100,8 @@ def test_what_is_cut_and_joined_is_what_it_was(model: Any, bucket_bytes: int) ->
 )
 def test_tensors_of_every_size_about_a_buckets_edge_cross_whole(size: int) -> None:
     stream = [("a", filled((size,), "uint8")), ("b", filled((4,), "float32")), ("c", filled((size,), "uint8", 1))]
-    specs = [spec_of(*named) for named in stream]
-    have = [named for load in carried(specs, stream, 64) for named in load]
+    specs = [spec_of(*pair) for pair in stream]
+    have = [pair for load in carried(specs, stream, 64) for pair in load]
     assert all(same(a, b) for (_, a), (_, b) in zip(have, stream, strict=True))
     pieces = [piece for bucket in plan(specs, 64) for piece in bucket.pieces if piece.tensor == 0]
     assert len(pieces) == -(-size // 64), "a tensor is cut no more than it must be"
@@ -130,7 +130,7 @@ def test_biases_between_q_k_and_v_make_one_load_of_them_all() -> None:
 )
 def test_a_stream_that_is_not_what_was_announced_is_an_error(change: Any, message: str) -> None:
     stream = [("a", torch.ones(5)), ("b", torch.ones(3))]
-    specs = [spec_of(*named) for named in stream]
+    specs = [spec_of(*pair) for pair in stream]
     with pytest.raises(ManymeshError, match=message):
         list(fill_buckets(specs, plan(specs, 16), change(stream)))
 

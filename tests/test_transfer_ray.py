@@ -115,7 +115,7 @@ def test_no_more_than_two_buckets_are_in_the_object_store_at_a_time(ray_cluster:
     specs = [WeightSpec(name, (1000,), "float32") for name, _ in weights]
     channel = Channel.serve("127.0.0.1", 20)
     transfers = [ObjectStoreTransfer(ObjectStoreConfig()) for _ in range(2)]
-    loaded: list[Any] = []
+    loads: list[Any] = []
     counts: list[int] = []
 
     def is_held(number: int) -> bool:
@@ -128,10 +128,10 @@ def test_no_more_than_two_buckets_are_in_the_object_store_at_a_time(ray_cluster:
         def load_bucket(self, bucket: Any) -> None:
             time.sleep(0.05)  # the sender runs ahead as far as it may
             counts.append(sum(is_held(number) for number in range(9)))
-            loaded.extend((name, tensor.clone()) for name, tensor in bucket)
+            loads.extend((name, tensor.clone()) for name, tensor in bucket)
 
         def finish_weight_update(self) -> None:
-            loaded.append("finished")
+            loads.append("finished")
 
     def send() -> None:
         transfers[0].connect(channel.round("connect"), 0, 1, "127.0.0.1")
@@ -147,8 +147,8 @@ def test_no_more_than_two_buckets_are_in_the_object_store_at_a_time(ray_cluster:
     )
     sending.join(20)
     assert receipt.error == ""
-    assert [name for name, _ in loaded[:-1]] == [name for name, _ in weights]
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(loaded[:-1], weights, strict=True))
+    assert [name for name, _ in loads[:-1]] == [name for name, _ in weights]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(loads[:-1], weights, strict=True))
     assert max(counts) == 2
     assert not any(is_held(number) for number in range(9))
     for transfer in transfers:

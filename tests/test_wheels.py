@@ -77,8 +77,8 @@ def test_wheels_install_in_a_fresh_environment_list_their_engines_and_train(tmp_
         tmp_path,
     )
 
-    listed = json.loads(run([python, "-m", "core.list_engines", "--json"], tmp_path))
-    assert [(each["name"], each["status"]) for each in listed["entries"]] == [
+    entries = json.loads(run([python, "-m", "core.list_engines", "--json"], tmp_path))
+    assert [(each["name"], each["status"]) for each in entries["entries"]] == [
         ("collective", "ok"),
         ("disk", "ok"),
         ("fsdp", "ok"),

@@ -86,9 +86,9 @@ def train(
         worker.reset()
         metrics = worker.train_mini_batch(take(batch, shards[rank].ranges()), num_mini_batches)
     engine: Any = worker.engine
-    named = dict(engine._state.model.named_parameters())
-    gradient = {name: full(parameter.grad) for name, parameter in named.items()}
-    weights = {name: full(parameter.detach()) for name, parameter in named.items()}
+    parameters = dict(engine._state.model.named_parameters())
+    gradient = {name: full(parameter.grad) for name, parameter in parameters.items()}
+    weights = {name: full(parameter.detach()) for name, parameter in parameters.items()}
     return {name: metric.total for name, metric in metrics.items()}, gradient, weights
 
 
@@ -133,9 +133,9 @@ def test_dp_never_changes_which_rows_make_an_optimizer_step(model: str, two_rank
     before = train(0, 1, worker_config(model, lr=0.0), batch)[2]
     alone = train(0, 1, config, batch, 2)[2]
     together = two_ranks.run(train, config, batch, 2)[0][2]
-    moved = {name: alone[name] - before[name] for name in alone}
+    movement = {name: alone[name] - before[name] for name in alone}
     error = {name: together[name] - before[name] for name in alone}
-    assert relative(error, moved) < 1e-3
+    assert relative(error, movement) < 1e-3
 
 
 def test_ranks_with_fewer_micro_batches_run_filler_that_counts_nothing(model: str, two_ranks: RankPool) -> None:
@@ -187,8 +187,8 @@ def test_pairs_make_the_same_optimizer_steps_for_any_dp(model: str, two_ranks: R
     before = train(0, 1, worker_config(model, lr=0.0), training_batch())[2]
     alone = train(0, 1, pair_config(model, max_rows=2), pairs(), 2)[2]
     together = two_ranks.run(train, pair_config(model, max_rows=2), pairs(), 2)[0][2]
-    moved = {name: alone[name] - before[name] for name in alone}
-    assert relative({name: together[name] - before[name] for name in alone}, moved) < 1e-3
+    movement = {name: alone[name] - before[name] for name in alone}
+    assert relative({name: together[name] - before[name] for name in alone}, movement) < 1e-3
 
 
 def refusal_of(rank: int, world_size: int, config: TrainingWorkerConfig, batch: TensorDict) -> str:
@@ -295,12 +295,12 @@ def prompts(num_prompts: int = 4) -> TensorDict:
     return TensorDict({"prompt_ids": jagged_from(ids, lengths)}, batch_size=[num_prompts])
 
 
-def log_prob_gap(worker: ActorRolloutRefWorker, sampled: TensorDict, temperature: float = 1.0) -> float:
+def log_prob_gap(worker: ActorRolloutRefWorker, samples: TensorDict, temperature: float = 1.0) -> float:
     """Largest difference between the rollout's and the trainer's log-probs of the sampled tokens."""
-    scored = worker.compute_log_prob(sampled, temperature)
-    assert scored is not None
-    mask = sampled["response_mask"].values()
-    gap = sampled["rollout_log_probs"].values() - scored["old_log_probs"].values()
+    scores = worker.compute_log_prob(samples, temperature)
+    assert scores is not None
+    mask = samples["response_mask"].values()
+    gap = samples["rollout_log_probs"].values() - scores["old_log_probs"].values()
     return float(gap[mask].abs().max())
 
 
@@ -328,14 +328,14 @@ def test_policy_and_rollout_agree_on_log_probs_before_and_after_an_update(
 ) -> None:
     sampling = SamplingParams(num_samples=2, max_new_tokens=8, temperature=temperature, seed=1, ignore_eos=True)
     for _ in range(2):
-        sampled = whole.generate_sequences(prompts(), sampling)
-        assert log_prob_gap(whole, sampled, temperature) < 1e-4
-        batch = sampled.select("input_ids", "response_mask")
-        scored = whole.compute_log_prob(batch, temperature)
+        samples = whole.generate_sequences(prompts(), sampling)
+        assert log_prob_gap(whole, samples, temperature) < 1e-4
+        batch = samples.select("input_ids", "response_mask")
+        scores = whole.compute_log_prob(batch, temperature)
         reference = whole.compute_ref_log_prob(batch, temperature)
-        assert scored is not None
+        assert scores is not None
         assert reference is not None
-        batch["old_log_probs"], batch["ref_log_probs"] = scored["old_log_probs"], reference["ref_log_probs"]
+        batch["old_log_probs"], batch["ref_log_probs"] = scores["old_log_probs"], reference["ref_log_probs"]
         batch["advantages"] = torch.nested.nested_tensor_from_jagged(
             torch.randn(len(batch["input_ids"].values())), batch["input_ids"].offsets()
         )
@@ -372,8 +372,8 @@ def test_the_methods_that_say_that_they_only_read_write_to_nothing(model: str, m
     monkeypatch.setenv("MANYMESH_CHECK_READS", "1")
     group: Any = LocalWorkerGroup(ActorRolloutRefWorker, whole_config(model))
     group.init_model()
-    sampled = group.generate_sequences(prompts(), SamplingParams(num_samples=2, max_new_tokens=8, seed=1))
-    for batch in (sampled, to_padded(sampled)):
+    samples = group.generate_sequences(prompts(), SamplingParams(num_samples=2, max_new_tokens=8, seed=1))
+    for batch in (samples, to_padded(samples)):
         batch["old_log_probs"] = group.compute_log_prob(batch, 1.0)["old_log_probs"]
         batch["ref_log_probs"] = group.compute_ref_log_prob(batch, 1.0)["ref_log_probs"]
         batch["advantages"] = batch["old_log_probs"] * 0 + 1
@@ -429,8 +429,8 @@ def test_released_weights_come_back_with_the_next_update_and_not_before(model: s
 
 def test_prompts_without_an_id_are_numbered_by_the_drivers_rows(whole: ActorRolloutRefWorker) -> None:
     with placed(WorkerContext(), Shard((Block(((6, 8),)), Block(((10, 12),))))):
-        sampled = whole.generate_sequences(prompts(), SamplingParams(num_samples=2, max_new_tokens=2))
-    assert sampled["prompt_id"].tolist() == [6, 6, 7, 7, 10, 10, 11, 11]
+        samples = whole.generate_sequences(prompts(), SamplingParams(num_samples=2, max_new_tokens=2))
+    assert samples["prompt_id"].tolist() == [6, 6, 7, 7, 10, 10, 11, 11]
 
 
 @pytest.mark.parametrize("role", list(Role))
@@ -490,11 +490,11 @@ def test_the_trained_policy_is_written_as_a_directory_that_transformers_loads(mo
     worker.update_actor(training_batch(), temperature=1.0)
     worker.export_model(str(tmp_path / "trained"))
     assert worker.actor is not None
-    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained").state_dict()
+    final = AutoModelForCausalLM.from_pretrained(tmp_path / "trained").state_dict()
     before = AutoModelForCausalLM.from_pretrained(model).state_dict()
     for name, tensor in worker.actor.engine.export_weights():
-        assert torch.equal(trained[name], tensor)
-    assert any(not torch.equal(trained[name], before[name]) for name in before)
+        assert torch.equal(final[name], tensor)
+    assert any(not torch.equal(final[name], before[name]) for name in before)
 
 
 def test_a_large_model_is_cut_into_shards_with_an_index(model: str, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def discover(env: Mapping[str, str]) -> tuple[Entry, ...]:
         env: where MANYMESH_PLUGINS is looked up: distribution names with commas between; unset: all, empty: none.
     """
     limit = env.get(PLUGINS_VARIABLE)
-    allowed = None if limit is None else {canonicalize_name(n.strip()) for n in limit.split(",") if n.strip()}
+    names = None if limit is None else {canonicalize_name(n.strip()) for n in limit.split(",") if n.strip()}
     version_of = functools.cache(installed_version)
     entries = [
         Entry(
@@ -53,8 +53,8 @@ def discover(env: Mapping[str, str]) -> tuple[Entry, ...]:
     ]
     plugins = {plugin.name: plugin for plugin in _plugins()}
     for plugin in plugins.values():
-        entries += _entries(plugin, allowed is None or plugin.name in allowed, version_of)
-    for name in (allowed or set()) - plugins.keys():
+        entries += _entries(plugin, names is None or plugin.name in names, version_of)
+    for name in (names or set()) - plugins.keys():
         reason = f"{PLUGINS_VARIABLE} names it, but no plugin of this name is installed"
         entries.append(Entry(name, None, Status.BROKEN, name, "", "", reason, did_you_mean(name, plugins)))
     return tuple(sorted(entries, key=lambda entry: entry.place))
@@ -94,14 +94,14 @@ def _plugins() -> Iterator[_Plugin]:
             yield _Plugin(name, metadata["Version"] or "", distribution)
 
 
-def _entries(plugin: _Plugin, allowed: bool, version_of: Callable[[str], str | None]) -> list[Entry]:
+def _entries(plugin: _Plugin, is_allowed: bool, version_of: Callable[[str], str | None]) -> list[Entry]:
     """What became of one distribution's entry points."""
     try:
         points = [point for point in plugin.installed.entry_points if _GROUP.fullmatch(point.group)]
     except Exception as error:
         reason, mend = f"entry_points.txt cannot be read: {_text_of(error)}", f"reinstall {plugin.name}"
         return [plugin.entry(Status.BROKEN, reason=reason, mend=mend, error=error)]
-    if not allowed:
+    if not is_allowed:
         mend = f"add {plugin.name} to {PLUGINS_VARIABLE}, or unset it"
         why = {"reason": f"{PLUGINS_VARIABLE} leaves it out", "mend": mend}
         return [plugin.entry(Status.DISABLED, point, **why) for point in points]

@@ -58,8 +58,8 @@ def joined_offsets(parts: Sequence[WireTensor]) -> WireTensor:
     import numpy as np
 
     shifts = accumulate((int(part.array[-1]) for part in parts), initial=0)
-    moved = [part.array[1:] + shift for part, shift in zip(parts, shifts, strict=False)]
-    return WireTensor(np.concatenate([np.zeros(1, np.int64), *moved]), "int64")
+    offsets_of_parts = [part.array[1:] + shift for part, shift in zip(parts, shifts, strict=False)]
+    return WireTensor(np.concatenate([np.zeros(1, np.int64), *offsets_of_parts]), "int64")
 
 
 def concatenated(parts: Sequence[WireTensor]) -> WireTensor:

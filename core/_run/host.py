@@ -140,8 +140,8 @@ class _Run:
         return args, kwargs
 
     def end(self, value: Any) -> Outcome:
-        if changed := [name for name, digest in digests(self._given).items() if self._digests[name] != digest]:
-            who = f"rank {self._host.context.rank} wrote to {', '.join(changed)}"
+        if names := [name for name, digest in digests(self._given).items() if self._digests[name] != digest]:
+            who = f"rank {self._host.context.rank} wrote to {', '.join(names)}"
             raise RuntimeError(f"method {self._command.method!r} is registered with reads_only=True, but {who}")
         try:
             return self._told(Answered(self._sendable(value) if self._answer else None))

@@ -167,12 +167,12 @@ class BaseReleasingRollout(BaseRollout):
     def _check_can_release(self) -> None:
         """Raises Refused where release would free nothing, as engines do on some devices."""
 
-    def _release_memory(self, tags: Sequence[MemoryTag], released: frozenset[MemoryTag]) -> None:
+    def _release_memory(self, tags: Sequence[MemoryTag], released_tags: frozenset[MemoryTag]) -> None:
         """Free the memory of these tags.
 
         Args:
             tags: one or two that have memory, in the order to free it.
-            released: those that have none already.
+            released_tags: those that have none already.
         """
         raise NotImplementedError
 
@@ -188,13 +188,13 @@ class BaseReleasingRollout(BaseRollout):
             Refused: an unknown tag, or nothing can be freed on this device.
         """
         weights = self._ready()
-        tags_to_free, released = weights.to_release(tags), weights.released
+        tags_to_free, released_tags = weights.to_release(tags), weights.released
         self._check_can_release()
         if "weights" in tags_to_free:
             self._forget_update(weights)  # first: engines put layers in order, in memory that they still have
         weights.release(tags_to_free)
         if tags_to_free:
-            self._release_memory(tags_to_free, released)
+            self._release_memory(tags_to_free, released_tags)
 
     def resume(self, tags: Sequence[MemoryTag]) -> None:
         """Take memory again; what is not released stays as it is. Weights hold garbage then, until a whole update.

@@ -60,7 +60,7 @@ class ModelRollout(BaseReleasingRollout):
         assert self._table is not None
         return self._table
 
-    def _release_memory(self, tags: Sequence[MemoryTag], released: frozenset[MemoryTag]) -> None:
+    def _release_memory(self, tags: Sequence[MemoryTag], released_tags: frozenset[MemoryTag]) -> None:
         if "weights" in tags:
             self._dropped = drop(self._model)
         self._empty_cache()

@@ -147,11 +147,11 @@ def answer(
         tokens, log_probs, finish_reasons: by row.
     """
     ids, offsets = (each.cpu() for each in flat(prompts["prompt_ids"]))
-    sampled = torch.tensor([len(row) for row in tokens], dtype=torch.int64)
-    lengths = offsets.diff() + sampled
+    response_lengths = torch.tensor([len(row) for row in tokens], dtype=torch.int64)
+    lengths = offsets.diff() + response_lengths
     ends = lengths.cumsum(0)
     at = torch.arange(int(lengths.sum()))
-    mask = at >= (ends - sampled).repeat_interleave(lengths)
+    mask = at >= (ends - response_lengths).repeat_interleave(lengths)
     input_ids = torch.empty(len(at), dtype=torch.int64)
     input_ids[~mask] = ids
     input_ids[mask] = torch.tensor([token for row in tokens for token in row], dtype=torch.int64)

@@ -14,9 +14,9 @@ def saved_form(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
 
     All on meta, where the model itself may be too. Tied weights are there once.
     """
-    saved = model.state_dict()
+    state_dict = model.state_dict()
     for name in model._keys_to_ignore_on_save or ():
-        saved.pop(name, None)
-    saved = remove_tied_weights_from_state_dict(saved, model)
-    shells = {name: torch.empty_like(tensor, device="meta") for name, tensor in saved.items()}
+        state_dict.pop(name, None)
+    state_dict = remove_tied_weights_from_state_dict(state_dict, model)
+    shells = {name: torch.empty_like(tensor, device="meta") for name, tensor in state_dict.items()}
     return shells, revert_weight_conversion(model, dict(shells))

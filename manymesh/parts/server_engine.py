@@ -73,8 +73,8 @@ class ServerEngine(Protocol):
 class ReleasingServerEngine(ServerEngine, Protocol):
     """A ServerEngine that gives memory back. Nothing runs meanwhile."""
 
-    async def release(self, tags: Sequence[MemoryTag], released: frozenset[MemoryTag]) -> None:
-        """Free the memory of these tags, in their order; `released` have none already."""
+    async def release(self, tags: Sequence[MemoryTag], released_tags: frozenset[MemoryTag]) -> None:
+        """Free the memory of these tags, in their order; `released_tags` have none already."""
         ...
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:

@@ -219,10 +219,10 @@ class ServerRollout(BaseRollout):
 class ReleasingServerRollout(BaseReleasingRollout, ServerRollout):
     """A ServerRollout over a ReleasingServerEngine. A release aborts what runs, before its memory goes."""
 
-    def _release_memory(self, tags: Sequence[MemoryTag], released: frozenset[MemoryTag]) -> None:
+    def _release_memory(self, tags: Sequence[MemoryTag], released_tags: frozenset[MemoryTag]) -> None:
         self._abort_requests()
         engine = cast(ReleasingServerEngine, self._running())
-        engine.call(engine.release(tags, released))
+        engine.call(engine.release(tags, released_tags))
 
     def _resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         engine = cast(ReleasingServerEngine, self._running())

@@ -89,12 +89,12 @@ def expect_failure(suite: type[Conformance], item: Any, closed: str) -> None:
     for name in suite.expected_failures:
         if not hasattr(suite, name.partition("[")[0]):
             raise pytest.UsageError(f"{where}: the suite has no test {name!r}; remove it")
-    named = [name for name in (item.name, item.originalname) if name in suite.expected_failures]
-    if not named:
+    names = [name for name in (item.name, item.originalname) if name in suite.expected_failures]
+    if not names:
         return
     if closed:
-        raise pytest.UsageError(f"{where}: {named[0]} is closed ({closed}); remove it")
-    item.add_marker(pytest.mark.xfail(reason=suite.expected_failures[named[0]], strict=True))
+        raise pytest.UsageError(f"{where}: {names[0]} is closed ({closed}); remove it")
+    item.add_marker(pytest.mark.xfail(reason=suite.expected_failures[names[0]], strict=True))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest's own, which knows of expected failures

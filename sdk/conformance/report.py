@@ -88,9 +88,9 @@ class Report:
         """Note a test; gives the reason why it is closed, or ""."""
         result = self._suite(suite)
         gates = gates_of(item)
-        named = tuple(dict.fromkeys(str(each.capability) for each in gates if each.capability))
+        capabilities = tuple(dict.fromkeys(str(each.capability) for each in gates if each.capability))
         reason = next((text for each in gates if (text := each.closed(suite))), "")
-        result.tests[item.name] = Result(item.name, named, "closed" if reason else "not run", reason)
+        result.tests[item.name] = Result(item.name, capabilities, "closed" if reason else "not run", reason)
         return reason
 
     def ran(self, suite: type[Conformance], item: Any, report: Any) -> None:
@@ -133,7 +133,7 @@ class Report:
                 tests = ", ".join(f"{number} {what}" for what, number in row["tests"].items()) or "no test ran"
                 cells.append((name, "offered" if row["offered"] else "absent", tests))
             width = max((len(name) for name, *_ in cells), default=0)
-            lines += [f"  {name:<{width}}  {offered:<7}  {tests}" for name, offered, tests in cells]
+            lines += [f"  {name:<{width}}  {state:<7}  {tests}" for name, state, tests in cells]
         return lines
 
     def as_dict(self) -> dict[str, Any]:

@@ -16,9 +16,9 @@ MARKS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "problem": ("✗", 
 
 def as_json(findings: Iterable[Finding]) -> str:
     """`{"schema": 1, "healthy": bool, "findings": [{"check", "level", "detail", "mend"}]}`."""
-    known = list(findings)
+    values = list(findings)
     return json.dumps(
-        {"schema": 1, "healthy": healthy(known), "findings": [attrs.asdict(each) for each in known]}, indent=2
+        {"schema": 1, "healthy": healthy(values), "findings": [attrs.asdict(each) for each in values]}, indent=2
     )
 
 

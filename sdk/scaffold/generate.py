@@ -34,7 +34,7 @@ def render(names: Names) -> Iterator[tuple[Path, str]]:
     pattern = re.compile("|".join(map(re.escape, in_template)))
 
     def named(text: str) -> str:
-        return pattern.sub(lambda found: in_template[found.group()], text)
+        return pattern.sub(lambda match: in_template[match.group()], text)
 
     root = template(names.kind)
     for file in sorted(root.rglob("*")):

@@ -128,9 +128,9 @@ def test_tokens_outside_the_clip_have_no_gradient_where_the_clip_binds() -> None
     log_probs = log_ratio.clone().requires_grad_()
     value, metrics = PolicyLoss(0.2, 0.28)({"log_probs": log_probs}, batch, LossScale(4, 1))
     value.backward()
-    bound = [[True, False, False, True]]
+    is_clipped = [[True, False, False, True]]
     gradient: Any = log_probs.grad
-    assert (gradient == 0).tolist() == bound
+    assert (gradient == 0).tolist() == is_clipped
     assert metrics["clip_fraction"].value == 0.5
 
 
@@ -153,9 +153,9 @@ def test_shares_of_micro_batches_sum_to_the_loss_of_the_whole_however_rows_are_c
         parts.append(loss({k: v[index] for k, v in outputs.items()}, batch[index], scale))
 
     assert float(sum(value for value, _ in parts)) == pytest.approx(float(whole), rel=1e-9, abs=1e-12)
-    joined = Metric.join_all([each for _, each in parts])
+    metrics_of_parts = Metric.join_all([each for _, each in parts])
     for name, metric in metrics.items():
-        assert joined[name].value == pytest.approx(metric.value, rel=1e-9, abs=1e-12, nan_ok=True)
+        assert metrics_of_parts[name].value == pytest.approx(metric.value, rel=1e-9, abs=1e-12, nan_ok=True)
 
 
 @pytest.mark.parametrize("normalise", ["token-mean", "sequence-mean"])

@@ -120,35 +120,35 @@ def test_rows_are_dealt_by_each_mesh_of_its_own(run: Run) -> None:
 
 @pytest.mark.ci
 def test_rollout_and_exported_model_have_the_weights_that_the_trainer_has(run: Run) -> None:
-    sampled = run.sample()
-    assert sampled["weight_version"].tolist() == [run.workers.sync.version] * 16
-    assert len(set(row_lengths(sampled).tolist())) > 1
-    scored = run.group.compute_log_prob(sampled, TEMPERATURE)
-    mask = sampled["response_mask"].values()
-    gap = (sampled["rollout_log_probs"].values() - scored["old_log_probs"].values())[mask]
+    samples = run.sample()
+    assert samples["weight_version"].tolist() == [run.workers.sync.version] * 16
+    assert len(set(row_lengths(samples).tolist())) > 1
+    scores = run.group.compute_log_prob(samples, TEMPERATURE)
+    mask = samples["response_mask"].values()
+    gap = (samples["rollout_log_probs"].values() - scores["old_log_probs"].values())[mask]
     assert gap.abs().max() < 1e-4
-    padded = to_padded(sampled)
+    padded = to_padded(samples)
     want = PlainTrainer(str(run.directory / "model")).outputs(padded, TEMPERATURE)
     real = padded["attention_mask"]
-    assert torch.allclose(scored["old_log_probs"].values(), want["log_probs"][real], atol=1e-4)
-    assert torch.allclose(scored["entropy"].values(), want["entropy"][real], atol=1e-4)
+    assert torch.allclose(scores["old_log_probs"].values(), want["log_probs"][real], atol=1e-4)
+    assert torch.allclose(scores["entropy"].values(), want["entropy"][real], atol=1e-4)
 
 
 @pytest.mark.ci
 def test_the_reference_is_what_the_policy_began_as(run: Run) -> None:
-    sampled = run.sample()
-    have = run.group.compute_ref_log_prob(sampled, TEMPERATURE)["ref_log_probs"].values()
-    padded = to_padded(sampled)
+    samples = run.sample()
+    have = run.group.compute_ref_log_prob(samples, TEMPERATURE)["ref_log_probs"].values()
+    padded = to_padded(samples)
     want = PlainTrainer(run.start).outputs(padded, TEMPERATURE)["log_probs"][padded["attention_mask"]]
     assert torch.allclose(have, want, atol=1e-5)
-    assert (have - run.group.compute_log_prob(sampled, TEMPERATURE)["old_log_probs"].values()).abs().max() > 1e-2
+    assert (have - run.group.compute_log_prob(samples, TEMPERATURE)["old_log_probs"].values()).abs().max() > 1e-2
 
 
 @pytest.mark.ci
 def test_one_row_alone_is_answered_as_it_is_among_others(run: Run) -> None:
-    sampled = run.sample()
-    among = select(run.group.compute_log_prob(sampled, TEMPERATURE), torch.tensor([5]))
-    alone = run.group.compute_log_prob(select(sampled, torch.tensor([5])), TEMPERATURE)
+    samples = run.sample()
+    among = select(run.group.compute_log_prob(samples, TEMPERATURE), torch.tensor([5]))
+    alone = run.group.compute_log_prob(select(samples, torch.tensor([5])), TEMPERATURE)
     assert torch.allclose(alone["old_log_probs"].values(), among["old_log_probs"].values(), atol=1e-5)
 
 

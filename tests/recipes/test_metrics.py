@@ -47,7 +47,7 @@ def test_metrics_of_responses_leave_prompts_out() -> None:
     def column(*values: float) -> torch.Tensor:
         return jagged_from(torch.tensor(values, dtype=torch.float32), lengths)
 
-    sampled = TensorDict(
+    samples = TensorDict(
         {
             "response_mask": jagged_from(torch.tensor([False, True, True, False, True]), lengths),
             "rollout_log_probs": column(9, -1, -2, 9, -3),
@@ -55,8 +55,8 @@ def test_metrics_of_responses_leave_prompts_out() -> None:
         },
         batch_size=[2],
     )
-    scored = TensorDict({"old_log_probs": column(0, -1.5, -2, 0, -2), "entropy": column(7, 1, 2, 7, 3)}, batch_size=[2])
-    assert response_metrics(sampled, scored) == pytest.approx(
+    scores = TensorDict({"old_log_probs": column(0, -1.5, -2, 0, -2), "entropy": column(7, 1, 2, 7, 3)}, batch_size=[2])
+    assert response_metrics(samples, scores) == pytest.approx(
         {
             "actor/entropy": 2,
             "rollout/log_prob_gap_mean": 0.5,

@@ -81,12 +81,12 @@ def test_a_function_that_raises_is_reported_with_function_row_and_completion() -
     def reward(completions: list[str], rows: Any) -> Any:
         return [1 / (row["answer"] != "2") for row in rows]
 
-    with pytest.raises(RewardError) as failed:
+    with pytest.raises(RewardError) as error_info:
         reward_of(reward)(TEXTS, ROWS)
-    text = str(failed.value)
+    text = str(error_info.value)
     for part in ("mine:reward", "row 2 of the batch", "'p2'", "'two'", "ZeroDivisionError"):
         assert part in text
-    assert isinstance(failed.value.__cause__, ZeroDivisionError)
+    assert isinstance(error_info.value.__cause__, ZeroDivisionError)
 
 
 def test_a_function_that_fails_only_on_the_whole_batch_is_reported_as_such() -> None:
@@ -101,19 +101,19 @@ def test_a_function_that_fails_only_on_the_whole_batch_is_reported_as_such() -> 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, None, "0.5", [1.0]])
 def test_a_value_that_is_no_finite_number_is_reported_with_function_row_and_completion(bad: Any) -> None:
-    with pytest.raises(RewardError) as failed:
+    with pytest.raises(RewardError) as error_info:
         reward_of(lambda completions, rows: [1.0, bad, 1.0, 1.0])(TEXTS, ROWS)
-    text = str(failed.value)
+    text = str(error_info.value)
     for part in ("mine:reward", "row 1", "'p1'", "'one'", repr(bad)):
         assert part in text
 
 
 @pytest.mark.parametrize(("result", "have"), [([1.0], 1), ([], 0), (None, "None"), (0.5, "0.5")])
 def test_another_number_of_rewards_is_reported(result: Any, have: Any) -> None:
-    with pytest.raises(RewardError) as failed:
+    with pytest.raises(RewardError) as error_info:
         reward_of(lambda completions, rows: result)(TEXTS, ROWS)
-    assert failed.value.have == have
-    assert "4, one for each completion" in str(failed.value.want)
+    assert error_info.value.have == have
+    assert "4, one for each completion" in str(error_info.value.want)
 
 
 @pytest.mark.parametrize("as_type", [np.array, torch.tensor, tuple, iter])

@@ -44,14 +44,14 @@ def test_every_ranks_files_are_listed_with_their_sizes_and_read_back(on: Worlds,
     path = tmp_path / "new" / "a"
     on(2, save, str(path))
     assert [entry.name for entry in path.parent.iterdir()] == ["a"]
-    listed = json.loads((path / MANIFEST).read_text())
-    assert listed["files"] == {"rank_0/shard": 1, "rank_1/shard": 2}
-    assert (listed["engine"], listed["format"]) == ("mine", 1)
+    manifest = json.loads((path / MANIFEST).read_text())
+    assert manifest["files"] == {"rank_0/shard": 1, "rank_1/shard": 2}
+    assert (manifest["engine"], manifest["format"]) == ("mine", 1)
 
     def job(rank: int, world_size: int) -> Contents:
         return checkpoint_directory.check(str(path), CONTENTS, dist.group.WORLD)
 
-    assert on(2, job) == [attrs.evolve(CONTENTS, files=listed["files"])] * 2
+    assert on(2, job) == [attrs.evolve(CONTENTS, files=manifest["files"])] * 2
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])

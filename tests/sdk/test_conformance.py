@@ -150,8 +150,8 @@ def check(kind: str, backend: str, chosen_mutants: Sequence[Mutant], request: py
     results = mutants.run(kind, backend, chosen_mutants, session)
     assert {each.mutant.name: each.failed for each in results if not each.caught} == {}, "mutants that nothing found"
     for each in results:
-        named = [name for name in each.mutant.tests if any(mutants.is_named(test, name) for test in each.failed)]
-        assert named == list(each.mutant.tests), f"{each.mutant.name}: found by {list(each.failed)} only"
+        names = [name for name in each.mutant.tests if any(mutants.is_named(test, name) for test in each.failed)]
+        assert names == list(each.mutant.tests), f"{each.mutant.name}: found by {list(each.failed)} only"
 
 
 def test_the_kit_finds_some_faults(request: pytest.FixtureRequest) -> None:

@@ -36,14 +36,14 @@ def test_a_generators_values_are_followed_from_another_loop_in_order_none_among_
 
 
 def test_a_stream_that_is_closed_closes_its_generator_there(thread: LoopThread) -> None:
-    closed: list[int] = []
+    closings: list[int] = []
 
     async def values() -> AsyncGenerator[int]:
         try:
             while True:
                 yield 1
         finally:
-            closed.append(threading.get_ident())
+            closings.append(threading.get_ident())
 
     async def go() -> None:
         stream = thread.follow(values())
@@ -51,8 +51,8 @@ def test_a_stream_that_is_closed_closes_its_generator_there(thread: LoopThread) 
         await stream.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(go())
-    assert len(closed) == 1
-    assert closed != [threading.get_ident()]
+    assert len(closings) == 1
+    assert closings != [threading.get_ident()]
 
 
 def test_an_error_of_the_generator_reaches_who_follows_it(thread: LoopThread) -> None:

@@ -24,8 +24,8 @@ FEW = (
 def check(chosen_mutants: Sequence[Mutant], request: pytest.FixtureRequest) -> None:
     results = mutants.run("rollout", "hf", chosen_mutants, request.getfixturevalue("conformance_session"))
     for each in results:
-        missed = [name for name in each.mutant.tests if not any(mutants.is_named(test, name) for test in each.failed)]
-        assert missed == [], f"a rollout that {each.mutant.name}: found by {list(each.failed)} only"
+        misses = [name for name in each.mutant.tests if not any(mutants.is_named(test, name) for test in each.failed)]
+        assert misses == [], f"a rollout that {each.mutant.name}: found by {list(each.failed)} only"
 
 
 def test_the_suite_finds_some_faults(request: pytest.FixtureRequest) -> None:

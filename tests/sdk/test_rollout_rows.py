@@ -27,10 +27,10 @@ def prompts(*rows: list[int]) -> TensorDict:
 def test_responses_stand_behind_their_prompts_with_log_probs_on_what_was_sampled() -> None:
     repeated, sample = repeat_samples(prompts([5, 6], [7]), 2)
     assert sample.tolist() == [0, 1, 0, 1]
-    sampled = [[10, 11], [12], [], [13, 14, 15]]
+    tokens = [[10, 11], [12], [], [13, 14, 15]]
     log_probs = [[-1.0, -2.0], [-3.0], [], [-4.0, -5.0, -6.0]]
     reasons = ["stop", "length", "abort", "stop"]
-    out = answer(repeated, sampled, log_probs, reasons, sampling=SamplingParams(temperature=0.7), weight_version=3)
+    out = answer(repeated, tokens, log_probs, reasons, sampling=SamplingParams(temperature=0.7), weight_version=3)
     assert set(out.keys()) == GENERATED | {"rollout_temperature", "log_prob_kind"}
     rows = [row.tolist() for row in out["input_ids"].unbind()]
     assert rows == [[5, 6, 10, 11], [5, 6, 12], [7], [7, 13, 14, 15]]

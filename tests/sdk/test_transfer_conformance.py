@@ -60,8 +60,8 @@ def test_the_suite_finds_every_fault(request: pytest.FixtureRequest) -> None:
 
 def check(chosen_mutants: Sequence[Mutant], request: pytest.FixtureRequest) -> None:
     for each in mutants.run("transfer", "disk", chosen_mutants, request.getfixturevalue("conformance_session")):
-        missed = [name for name in each.mutant.tests if not any(mutants.is_named(test, name) for test in each.failed)]
-        assert missed == [], f"a transfer that {each.mutant.name}: found by {list(each.failed)} only"
+        misses = [name for name in each.mutant.tests if not any(mutants.is_named(test, name) for test in each.failed)]
+        assert misses == [], f"a transfer that {each.mutant.name}: found by {list(each.failed)} only"
 
 
 def test_a_new_transfer_keeps_the_contract_from_the_start(tmp_path: Path) -> None:

@@ -44,9 +44,9 @@ class MortalTrainer(ActorRolloutRefWorker):
         export = engine.export_weights
 
         def mortal(**options: Any) -> Iterator[Any]:
-            for count, named in enumerate(export(**options)):
+            for count, pair in enumerate(export(**options)):
                 if count == number and self.rank == 0:
                     _die()
-                yield named
+                yield pair
 
         engine.export_weights = mortal

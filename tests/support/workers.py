@@ -125,8 +125,8 @@ class Echo(Worker):
         return {**numbers, "name": "a", "tags": [self.rank], "own": self.rank}
 
     @register(Dispatch.ALL_TO_ALL)
-    def each(self, value: Any, *more: Any, **named: Any) -> Any:
-        return self.rank, value, more, named
+    def each(self, value: Any, *more: Any, **keywords: Any) -> Any:
+        return self.rank, value, more, keywords
 
     @register(Dispatch.DP_COMPUTE)
     def compute(self, value: Any, other: Any = None) -> Any:
@@ -183,9 +183,9 @@ class Echo(Worker):
         return batch
 
     @register(Dispatch.ONE_TO_ALL)
-    def see(self, value: Any, *more: Any, **named: Any) -> Any:
+    def see(self, value: Any, *more: Any, **keywords: Any) -> Any:
         """What arrived, and where."""
-        return self.rank, value, more, named
+        return self.rank, value, more, keywords
 
     @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO)
     def see_on_zero(self, value: Any) -> Any:

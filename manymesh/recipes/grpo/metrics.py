@@ -34,23 +34,23 @@ def reward_metrics(rewards: torch.Tensor, prompt_id: torch.Tensor) -> dict[str, 
     }
 
 
-def response_metrics(sampled: TensorDict, scored: TensorDict) -> dict[str, float]:
+def response_metrics(samples: TensorDict, scores: TensorDict) -> dict[str, float]:
     """Lengths, and how the trainer sees what the rollout sampled: entropy, and the gap between their log-probs.
 
     Args:
         sampled: `response_mask`, `rollout_log_probs`, `finish_reason`.
         scored: `old_log_probs` and `entropy` of the same rows.
     """
-    mask = sampled["response_mask"]
-    gap = response_tokens(sampled["rollout_log_probs"], mask) - response_tokens(scored["old_log_probs"], mask)
-    num_tokens, rows = len(gap), len(sampled)
+    mask = samples["response_mask"]
+    gap = response_tokens(samples["rollout_log_probs"], mask) - response_tokens(scores["old_log_probs"], mask)
+    num_tokens, rows = len(gap), len(samples)
     return {
-        "actor/entropy": float(response_tokens(scored["entropy"], mask).mean()),
+        "actor/entropy": float(response_tokens(scores["entropy"], mask).mean()),
         "rollout/log_prob_gap_mean": float(gap.abs().mean()),
         "rollout/log_prob_gap_max": float(gap.abs().max()),
         "response/length_mean": num_tokens / rows,
         "response/num_tokens": num_tokens,
-        "response/truncated": objects(sampled.get("finish_reason")).count("length") / rows,
+        "response/truncated": objects(samples.get("finish_reason")).count("length") / rows,
     }
 
 

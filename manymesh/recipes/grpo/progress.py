@@ -106,9 +106,9 @@ class Progress:
             Text(self._phases.running, style="dim"),
         )
         numbers, phases = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
-        if shown := self._shown():
-            numbers.add_row(*(Text(name, style="dim") for name, _, _ in shown))
-            numbers.add_row(*(form.format(value) for _, form, value in shown))
+        if values := self._shown():
+            numbers.add_row(*(Text(name, style="dim") for name, _, _ in values))
+            numbers.add_row(*(form.format(value) for _, form, value in values))
         if seconds := self._seconds():
             phases.add_row(*(Text(name, style="dim") for name in seconds))
             phases.add_row(*(f"{value:.3f} s" for value in seconds.values()))

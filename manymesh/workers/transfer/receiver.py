@@ -37,7 +37,7 @@ class Receiver(Endpoint):
         try:
             self._at(round_, -1)
             with ThreadPoolExecutor(1, "weights") as link:
-                table, waited = self._load(round_, link, specs, rollout)
+                table, wait_s = self._load(round_, link, specs, rollout)
             self._verify(round_, specs, table)
             if round_.count_in("verified", self._num_receivers):
                 round_.decide(COMMIT)
@@ -48,20 +48,20 @@ class Receiver(Endpoint):
         rollout.finish_weight_update()
         size = sum(sum(bucket.sizes) for bucket in plan(specs, self._bucket_bytes))
         seconds = time.perf_counter() - start
-        return attrs.evolve(receipt, num_bytes=size, digest=int(digest(table)), seconds=seconds, waited=waited)
+        return attrs.evolve(receipt, num_bytes=size, digest=int(digest(table)), seconds=seconds, waited=wait_s)
 
     def _load(
         self, round_: Round, link: ThreadPoolExecutor, specs: Sequence[WeightSpec], rollout: Rollout
     ) -> tuple[torch.Tensor, float]:
         buckets, joiner = plan(specs, self._bucket_bytes), Joiner(specs, self._device)
         digests: list[torch.Tensor] = []
-        waited = 0.0
+        wait_s = 0.0
         coming = link.submit(self._take, round_, 0, buckets[0]) if buckets else None
         for number, bucket in enumerate(buckets):
             assert coming is not None
-            begun = time.perf_counter()
+            start_of_wait = time.perf_counter()
             pieces = coming.result()
-            waited += time.perf_counter() - begun
+            wait_s += time.perf_counter() - start_of_wait
             if number + 1 < len(buckets):
                 coming = link.submit(self._take, round_, number + 1, buckets[number + 1])
             try:
@@ -76,7 +76,7 @@ class Receiver(Endpoint):
             del load, pieces  # views of a buffer that is used again
             self._at(round_, number)
             round_.count_in(f"loaded.{number}", self._num_receivers)
-        return stacked(digests), waited
+        return stacked(digests), wait_s
 
     def _at(self, round_: Round, number: int) -> None:
         round_.put(f"at.{self._index}", f"{number} {self._name}")

@@ -45,14 +45,14 @@ class Sender(Endpoint):
         def note(tensor: torch.Tensor) -> None:
             digests.append(digest(tensor))
 
-        waited, error = 0.0, None
+        wait_s, error = 0.0, None
         on_its_way: Future[None] | None = None
         with ThreadPoolExecutor(1, "weights") as link:
             try:
                 for number, pieces in enumerate(fill_buckets(specs, buckets, stream, note)):
                     if error is not None:
                         continue
-                    begun = time.perf_counter()
+                    start_of_wait = time.perf_counter()
                     try:
                         if on_its_way is not None:
                             on_its_way.result()
@@ -60,14 +60,14 @@ class Sender(Endpoint):
                     except Exception as failure:
                         error = failure
                         receipt = self._failed(receipt, round_, failure)
-                    waited += time.perf_counter() - begun
+                    wait_s += time.perf_counter() - start_of_wait
             except BaseException as failure:  # the trainer's own
                 round_.stop(f"{self._name}: {type(failure).__name__}: {failure}")
                 raise
             if error is not None:
                 return receipt
             try:
-                begun = time.perf_counter()
+                start_of_wait = time.perf_counter()
                 if on_its_way is not None:
                     on_its_way.result()
                 table = stacked(digests)
@@ -83,7 +83,7 @@ class Sender(Endpoint):
             num_bytes=sum(sum(bucket.sizes) for bucket in buckets),
             digest=int(digest(table)),
             seconds=now - start,
-            waited=waited + now - begun,
+            waited=wait_s + now - start_of_wait,
         )
 
     def _forget_last_round(self) -> None:

@@ -185,16 +185,16 @@ class WeightSync:
         calls += [partial(group.transfer_weights, "sink", specs, version, name) for group in self._receivers]
         answers = self._all(calls, name)
         self.receipts = tuple(receipt for answer in answers for receipt in answer if receipt is not None)
-        failed = sorted(
+        failures = sorted(
             (receipt for receipt in self.receipts if receipt.error), key=lambda receipt: receipt.stopped_by_other
         )
-        if failed:
+        if failures:
             self.close()
-            reason, *more = failed[0].error.splitlines()
+            reason, *more = failures[0].error.splitlines()
             raise TransferFailed(
                 f"weights of version {version} did not reach the rollouts: {reason}",
                 have="; ".join(line.strip() for line in more),
-                where=f"{failed[0].end}, {self._where}",
+                where=f"{failures[0].end}, {self._where}",
                 mend=_AGAIN,
             )
         return int(version)

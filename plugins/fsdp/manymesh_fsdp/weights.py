@@ -114,21 +114,21 @@ class FsdpWeights:
                 for parameter, full in self._convert(waiting.pop(id(unit))).items():
                     copy_full(tensors[parameter], full)
 
-    def _convert(self, saved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _convert(self, tensors_as_saved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Saved tensors of one unit to parameters, by the steps that from_pretrained takes."""
         renamings = [each for each in self._conversions if isinstance(each, WeightRenaming)]
         converters = [each for each in self._conversions if isinstance(each, WeightConverter)]
         by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
         out: dict[str, torch.Tensor] = {}
         active: dict[str, Any] = {}
-        for name in sorted(saved, key=dot_natural_key):
+        for name in sorted(tensors_as_saved, key=dot_natural_key):
             target, pattern = rename_source_key(name, renamings, converters)
             if pattern is None:
-                out[target] = saved[name]
+                out[target] = tensors_as_saved[name]
                 continue
             if target not in active:
                 active[target] = copy.deepcopy(by_pattern[pattern])
-            active[target].add_tensor(target, name, pattern, saved[name])
+            active[target].add_tensor(target, name, pattern, tensors_as_saved[name])
         for target, converter in active.items():
             parameters = converter.convert(target, model=self._model, config=self._model.config)
             out |= {name: value[0] if isinstance(value, list) else value for name, value in parameters.items()}

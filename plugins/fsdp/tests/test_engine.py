@@ -112,9 +112,9 @@ def test_gradients_cross_ranks_once_a_step_however_many_micro_batches(on, qwen3)
     def job(rank: int, world_size: int) -> list[int]:
         engine, counts = build(qwen3), []
         for num_micro in (1, 4):
-            with Collectives() as seen:
+            with Collectives() as collectives:
                 step(engine, make_batch(), num_micro)
-            counts.append(sum("reduce_scatter" in name for name in seen.names))
+            counts.append(sum("reduce_scatter" in name for name in collectives.names))
         return counts
 
     assert on(2, job)[0] == [3, 3]  # two layers and the root

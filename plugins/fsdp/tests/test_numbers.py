@@ -85,6 +85,6 @@ def test_bf16_compute_keeps_fp32_weights_and_follows_the_plain_loop_roughly(on, 
 
 
 def test_bf16_parameters_train(on, qwen3) -> None:
-    made = on(2, train, qwen3, BATCHES, 2, dtype="bfloat16")[0]
-    assert {each.dtype for each in made["weights"].values()} == {torch.bfloat16}
-    assert all(norm > 0 and not skipped for _, norm, skipped in made["steps"])
+    run = on(2, train, qwen3, BATCHES, 2, dtype="bfloat16")[0]
+    assert {each.dtype for each in run["weights"].values()} == {torch.bfloat16}
+    assert all(norm > 0 and not skipped for _, norm, skipped in run["steps"])

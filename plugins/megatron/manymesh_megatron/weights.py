@@ -179,16 +179,16 @@ class MegatronWeights:
                 name,
             )
             saved = saved_as(global_name, tied=tied, value_head=value_head)
-            exported = not (tied and name == "output_layer.weight")
+            is_exported = not (tied and name == "output_layer.weight")
             shape, dtype = tuple(parameter.shape), parameter.dtype
             if saved is None:
                 unknown.append(global_name)
             elif saved.of_experts and saved.expert is None:
                 for slot in range(self._local_experts):
                     one = attrs.evolve(saved, expert=slot, order=(saved.order[0], slot, saved.order[2]))
-                    yield LocalUnit(Unit(one, self._packed(saved.kind, shape), dtype, exported), parameter, slot)
+                    yield LocalUnit(Unit(one, self._packed(saved.kind, shape), dtype, is_exported), parameter, slot)
             else:
-                yield LocalUnit(Unit(saved, shape, dtype, exported), parameter)
+                yield LocalUnit(Unit(saved, shape, dtype, is_exported), parameter)
 
     def _packed(self, kind: Kind, shape: tuple[int, ...]) -> tuple[int, ...]:
         """One expert's shape in a parameter that GroupedMLP views as (experts, rows, columns)."""

@@ -180,17 +180,17 @@ def test_bf16_trains_on_fp32_copies(on, qwen3) -> None:
     def job(rank: int, world_size: int) -> tuple[float, torch.dtype]:
         batch = make_batch((9, 5, 7, 4))
         optimizer = OptimizerConfig(lr=1e-4, weight_decay=0.0)
-        moved = []
+        changes = []
         for dtype in ("float32", "bfloat16"):
             with engine_of(qwen3, tensor_parallel=2, dtype=dtype, optimizer=optimizer) as engine:
                 start = {name: each.float() for name, each in weights(engine).items()}
                 for _ in range(10):
                     step(engine, batch, 1)
                 end = weights(engine)
-                moved.append({name: each.float() - start[name] for name, each in end.items()})
+                changes.append({name: each.float() - start[name] for name, each in end.items()})
         dtype_of = next(iter(end.values())).dtype
-        zero = {name: torch.zeros_like(each) for name, each in moved[0].items()}
-        return movement_error(moved[1], moved[0], zero), dtype_of
+        zero = {name: torch.zeros_like(each) for name, each in changes[0].items()}
+        return movement_error(changes[1], changes[0], zero), dtype_of
 
     for error, dtype in on(2, job):
         assert dtype == torch.bfloat16

@@ -60,8 +60,8 @@ def made_of(parameters: Mapping[str, torch.nn.Parameter], chunk: Any) -> Any:
                 module.add_module(step, torch.nn.ModuleList() if step == "layers" else torch.nn.Module())
             module = module._modules[step]
         module.register_parameter(last, parameter)
-    for made, layer in zip(model.decoder.layers, chunk.decoder.layers, strict=True):
-        made.layer_number = layer.layer_number
+    for theirs, layer in zip(model.decoder.layers, chunk.decoder.layers, strict=True):
+        theirs.layer_number = layer.layer_number
     return model
 
 

@@ -161,8 +161,8 @@ def test_log_probs_of_a_teachers_ids_train_and_come_back_as_in_transformers(on, 
     trainer = PlainTrainer(model_dir(), SLOW)
     outputs, start = trainer.outputs(batch)["top_log_probs"].detach(), trainer.weights()
     (_, norm), want = trainer.step(batch, loss), trainer.weights()
-    named: Any = {"loss": "sdk.reference:DistillationLoss", "outputs": loss.needs}
-    ranks = on(2, train, model_dir(), [batch], **named, **options)
+    loss_options: Any = {"loss": "sdk.reference:DistillationLoss", "outputs": loss.needs}
+    ranks = on(2, train, model_dir(), [batch], **loss_options, **options)
     (collected,) = (rank["outputs"] for rank in ranks if rank["collected"])
     torch.testing.assert_close(collected["top_log_probs"], outputs, atol=2e-5, rtol=1e-4)
     for rank in ranks:

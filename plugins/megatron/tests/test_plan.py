@@ -262,10 +262,10 @@ def test_a_mend_mends(
         expert_parallel=ep,
         expert_tensor_parallel=etp,
     )
-    told: list[str] = []
+    names: list[str] = []
     while refusal := refusal_of(config, world_size, model):
-        assert refusal.message not in told
-        told.append(refusal.message)
+        assert refusal.message not in names
+        names.append(refusal.message)
         match = re.fullmatch(r"set (\w+)=(\w+)", refusal.mend)
         if match is None:
             assert refusal.mend.startswith("change more than one of")
@@ -306,8 +306,8 @@ def test_an_illegal_option_is_a_config_error_that_names_it(options: dict[str, An
 
 def test_every_option_is_in_the_readme() -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text()
-    told = set(re.findall(r"^\| `(\w+)`", readme, re.MULTILINE))
-    assert told == {each.name for each in attrs.fields(MegatronConfig)} - {
+    names = set(re.findall(r"^\| `(\w+)`", readme, re.MULTILINE))
+    assert names == {each.name for each in attrs.fields(MegatronConfig)} - {
         each.name for each in attrs.fields(EngineConfig)
     }
 

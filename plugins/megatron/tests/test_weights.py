@@ -80,7 +80,7 @@ def test_layers_come_in_order_and_what_rollouts_fuse_comes_together(on, model_di
     assert all(each == specs for each in others)
     names = [spec.name for spec in specs]
     assert (names[0], names[-2:]) == ("model.embed_tokens.weight", ["model.norm.weight", "lm_head.weight"])
-    layers = [int(found[1]) for name in names if (found := re.search(r"layers\.(\d+)", name))]
+    layers = [int(match[1]) for name in names if (match := re.search(r"layers\.(\d+)", name))]
     assert layers == sorted(layers)
     together: dict[str, list[int]] = {}
     for position, spec in enumerate(specs):
@@ -99,12 +99,12 @@ def test_only_the_first_rank_is_given_tensors_where_asked(on, model_dir, family,
     def job(rank: int, world_size: int) -> None:
         with built(path, sizes) as model:
             model.weights.read_directory(path)
-            exported = dict(model.weights.export("first"))
-            assert list(exported) == [spec.name for spec in model.weights.specs()]
+            exports = dict(model.weights.export("first"))
+            assert list(exports) == [spec.name for spec in model.weights.specs()]
             if rank == 0:
-                assert differing(exported, saved(path)) == []
+                assert differing(exports, saved(path)) == []
             else:
-                assert all(each.numel() == 0 for each in exported.values())
+                assert all(each.numel() == 0 for each in exports.values())
 
     on(4, job)
 
@@ -138,14 +138,14 @@ def test_exported_tensors_are_the_receivers_own(on, model_dir, sizes) -> None:
     def job(rank: int, world_size: int) -> None:
         with built(path, sizes) as model:
             model.weights.read_directory(path)
-            exported = dict(model.weights.export("all"))
+            exports = dict(model.weights.export("all"))
             for each in model.parameters.values():
                 each.fill_(torch.nan)
-            assert differing(exported, saved(path)) == []
-            for each in exported.values():
+            assert differing(exports, saved(path)) == []
+            for each in exports.values():
                 each.zero_()
             assert model.unchanged()
-            assert len({each.untyped_storage().data_ptr() for each in exported.values()}) == len(exported)
+            assert len({each.untyped_storage().data_ptr() for each in exports.values()}) == len(exports)
 
     on(4, job)
 
@@ -170,9 +170,9 @@ def test_padding_of_the_vocabulary_is_zeros_and_never_exported(on, model_dir, si
     def job(rank: int, world_size: int) -> list[torch.Tensor]:
         with built(path, sizes, vocab_multiple=64) as model:
             model.weights.read_directory(path)
-            exported = dict(model.weights.export("all"))
-            model.weights.load(iter(exported.items()))
-            assert differing(exported, saved(path)) == []
+            exports = dict(model.weights.export("all"))
+            model.weights.load(iter(exports.items()))
+            assert differing(exports, saved(path)) == []
             return [each for name, each in model.parameters.items() if name.endswith("output_layer.weight")]
 
     heads = [head for heads in on(4, job) for head in heads]
@@ -194,11 +194,11 @@ def test_a_value_head_is_saved_as_score(on, model_dir, tmp_path, sizes) -> None:
     def job(rank: int, world_size: int) -> None:
         with built(language_model, sizes, value_head=True) as model:
             model.weights.read_directory(language_model)
-            exported = dict(model.weights.export("all"))
-            fresh = {name: exported.pop(name) for name in ("score.weight", "score.bias")}
+            exports = dict(model.weights.export("all"))
+            fresh = {name: exports.pop(name) for name in ("score.weight", "score.bias")}
             assert all(each.isnan().all() for each in fresh.values())  # left as they were
             want = saved(language_model)
-            assert differing(exported, {name: each for name, each in want.items() if name != "lm_head.weight"}) == []
+            assert differing(exports, {name: each for name, each in want.items() if name != "lm_head.weight"}) == []
             model.weights.read_directory(str(tmp_path))
             assert differing(dict(model.weights.export("all")), saved(tmp_path)) == []
 

@@ -123,7 +123,7 @@ class SglangRollout(BaseReleasingRollout):
     def _check_can_release(self) -> None:
         may_release(self._config, self._device)
 
-    def _release_memory(self, tags: Sequence[MemoryTag], released: frozenset[MemoryTag]) -> None:
+    def _release_memory(self, tags: Sequence[MemoryTag], released_tags: frozenset[MemoryTag]) -> None:
         engine, _ = self._running()
         engine.release(tags)
 

@@ -144,14 +144,14 @@ class SglangServerEngine:
             raise Refused("a request of this id runs already", have=request.id, mend="leave request_id out")
         running = self._running[request.id] = Running(request)
         running.task = asyncio.ensure_future(self._run(running))
-        ended = False
+        has_ended = False
         try:
-            while not ended:
+            while not has_ended:
                 news = await running.news.get()
                 if isinstance(news, ManymeshError):
-                    ended = True
+                    has_ended = True
                     raise news
-                ended = news.finish_reason is not None
+                has_ended = news.finish_reason is not None
                 yield attrs.evolve(news, weight_version=version) if news.weight_version < 0 else news
                 version = news.weight_version
         finally:
@@ -266,7 +266,7 @@ class SglangServerEngine:
     async def abort_load(self) -> None:
         await self._upload.abort()
 
-    async def release(self, tags: Sequence[MemoryTag], released: frozenset[MemoryTag]) -> None:
+    async def release(self, tags: Sequence[MemoryTag], released_tags: frozenset[MemoryTag]) -> None:
         await self._client.call("POST", "/release_memory_occupation", {"tags": list(tags)}, timeout_s=self._timeout_s)
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:

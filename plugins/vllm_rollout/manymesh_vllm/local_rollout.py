@@ -203,9 +203,9 @@ class VllmRollout(BaseReleasingRollout):
     def _check_can_release(self) -> None:
         check_can_sleep(self._config, self._device)
 
-    def _release_memory(self, tags: Sequence[MemoryTag], released: frozenset[MemoryTag]) -> None:
+    def _release_memory(self, tags: Sequence[MemoryTag], released_tags: frozenset[MemoryTag]) -> None:
         llm = self._running().llm
-        for step in sleep_steps(tags, released):
+        for step in sleep_steps(tags, released_tags):
             llm.wake_up(list(step.tags)) if step.level is None else llm.sleep(level=step.level)
 
     def _resume_memory(self, tags: Sequence[MemoryTag]) -> None:

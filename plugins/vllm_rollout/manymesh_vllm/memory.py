@@ -35,14 +35,14 @@ def check_can_sleep(config: VllmRolloutConfig, device: torch.device) -> None:
         )
 
 
-def sleep_steps(tags: Iterable[MemoryTag], released: frozenset[MemoryTag]) -> Sequence[Step]:
-    """How to free the memory of `tags`, which have it, where `released` have none.
+def sleep_steps(tags: Iterable[MemoryTag], released_tags: frozenset[MemoryTag]) -> Sequence[Step]:
+    """How to free the memory of `tags`, which have it, where `released_tags` have none.
 
     vLLM puts all to sleep together, from being wide awake, and wakes tag by tag. So what sleeps is woken first, and
     what shall stay is woken again at once: weights come back from the host's memory.
     """
-    asleep = released | set(tags)
-    steps = [Step(tags=_ordered(released))] if released else []
+    asleep = released_tags | set(tags)
+    steps = [Step(tags=_ordered(released_tags))] if released_tags else []
     steps.append(Step(level=2 if "weights" in asleep else 1))
     if stays := _ordered(set(RESUME_ORDER) - asleep):
         steps.append(Step(tags=stays))

@@ -248,8 +248,8 @@ class VllmServerEngine:
     async def abort_load(self) -> None:
         await self.rpc("manymesh_abort")
 
-    async def release(self, tags: Sequence[MemoryTag], released: frozenset[MemoryTag]) -> None:
-        for step in sleep_steps(tags, released):
+    async def release(self, tags: Sequence[MemoryTag], released_tags: frozenset[MemoryTag]) -> None:
+        for step in sleep_steps(tags, released_tags):
             if step.level is None:
                 await self.llm.wake_up(list(step.tags))
             else:

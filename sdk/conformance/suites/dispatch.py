@@ -54,15 +54,15 @@ def probe(mode: DispatchMode) -> type[Worker]:
                 self.is_wrong = not mesh.is_collect
 
         @register(mode)
-        def triple(self, batch: Any, *values: Any, **named: Any) -> Any:
+        def triple(self, batch: Any, *values: Any, **keywords: Any) -> Any:
             """Triples x in place and adds a column."""
-            self.given = Given(batch["x"].tolist(), (*values, *named.values()))
+            self.given = Given(batch["x"].tolist(), (*values, *keywords.values()))
             batch["x"].mul_(3)
             batch["rank"] = batch["x"].new_full((len(batch),), self.rank)
             return batch.exclude("rank").apply(torch.zeros_like) if self.is_wrong else batch
 
         @register(mode)
-        def note(self, *values: Any, **named: Any) -> Any:
+        def note(self, *values: Any, **keywords: Any) -> Any:
             """Notes its values, and changes those that can be changed."""
             self.given = Given(None, tuple(list(value) if isinstance(value, list) else value for value in values))
             for value in values:

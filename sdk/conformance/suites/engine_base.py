@@ -77,8 +77,8 @@ class EngineSuite(MeshSuite):
         """The same by one process with a plain transformers model."""
         key = ("plain", self.model_of_suite(), optimizer, [id(batch) for batch in batches])
         make = partial(plain_training, self.model_of_suite(), self.is_value(), optimizer, batches)
-        made: Trained = self.session.once(repr(key), make)  # the same for every engine
-        return made
+        run: Trained = self.session.once(repr(key), make)  # the same for every engine
+        return run
 
 
 @attrs.frozen

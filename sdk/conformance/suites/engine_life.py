@@ -149,9 +149,9 @@ def steps_around_a_bad_one(
         bad = batches[0].clone()
         bad["advantages"][0] = float("inf")  # one rank's rows
         _, norm, _, skipped = step(engine, bad, loss)
-        changed = differing(weights(engine), before)
+        changes = differing(weights(engine), before)
         *_, then = step(engine, batches[1], loss)
-        return {"norm": norm, "skipped": skipped, "changed": changed, "then skipped": then, "end": weights(engine)}
+        return {"norm": norm, "skipped": skipped, "changed": changes, "then skipped": then, "end": weights(engine)}
 
 
 def eval_between(
@@ -219,19 +219,19 @@ def moved(
     """Two steps, with everything on CPU between phases: what changed on the way, the end, and outputs after it."""
     options: dict[str, Any] = {"offload_parameters": True, "offload_optimizer": True} if configured else {}
     with engine_of(subject, model, **options) as engine:
-        changed = []
+        changes = []
         for batch in BATCHES[:2]:
             before = weights(engine)
             if not configured:
                 engine.to("cpu", model=True, optimizer=True, grad=True)
-            changed += differing(weights(engine), before)
+            changes += differing(weights(engine), before)
             if not configured:
                 engine.to("device", model=True, optimizer=True, grad=True)
             with engine.eval_mode():  # a mode within a mode doesn't send away what the outer one needs
                 infer(engine, batch, outputs)
                 infer(engine, batch, outputs)
             step(engine, batch, loss, 2)
-        return changed, weights(engine), infer(engine, BATCHES[0], outputs)
+        return changes, weights(engine), infer(engine, BATCHES[0], outputs)
 
 
 def protocols_of(rank: int, world_size: int, subject: Subject, model: str) -> set[Capability]:
@@ -370,8 +370,8 @@ class LifeSuite(EngineSuite):
         if configured and not self.has_option("offload_parameters"):
             return  # options for it are the engine's own business
         plain, model = self.plain(), self.model_of_suite()
-        for changed, end, _ in self.on(world_size, moved, model, self.loss(), self.outputs(), configured):
-            assert changed == [], "weights exported from CPU"
+        for changes, end, _ in self.on(world_size, moved, model, self.loss(), self.outputs(), configured):
+            assert changes == [], "weights exported from CPU"
             assert_moved_alike(end, plain.end, plain.start, limit=1e-3)
 
     @same_for_every_model_type

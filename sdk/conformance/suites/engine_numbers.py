@@ -197,11 +197,13 @@ class NumbersSuite(EngineSuite):
         trainer = PlainTrainer(self.model_of_suite(), PLAIN_STEP)
         start, outputs = trainer.weights(), trainer.outputs(batch)["top_log_probs"].detach()
         (_, norm), end = trainer.step(batch, loss), trainer.weights()
-        for values, have, ended, answer in self.on(world_size, distil, self.model_of_suite(), batch, BATCHES[0], loss):
+        for values, have, end_weights, answer in self.on(
+            world_size, distil, self.model_of_suite(), batch, BATCHES[0], loss
+        ):
             if values is not None:
                 assert_close(values["top_log_probs"], outputs, atol=2e-5, rtol=1e-4, what="top_log_probs")
             assert have == pytest.approx(norm, rel=1e-3)
-            assert_moved_alike(ended, end, start, limit=1e-3)
+            assert_moved_alike(end_weights, end, start, limit=1e-3)
             assert answer.startswith("refused"), f"a batch without teacher_ids: {answer}"
 
     def test_filler_rows_change_nothing(self) -> None:

@@ -57,11 +57,11 @@ class Row:
 
     @property
     def prompt(self) -> list[int]:
-        return [token for token, sampled in zip(self.ids, self.mask, strict=True) if not sampled]
+        return [token for token, is_sampled in zip(self.ids, self.mask, strict=True) if not is_sampled]
 
     @property
     def tokens(self) -> list[int]:
-        return [token for token, sampled in zip(self.ids, self.mask, strict=True) if sampled]
+        return [token for token, is_sampled in zip(self.ids, self.mask, strict=True) if is_sampled]
 
     @property
     def log_probs(self) -> torch.Tensor:

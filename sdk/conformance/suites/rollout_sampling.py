@@ -147,8 +147,13 @@ class SamplingSuite(RolloutSuite):
         assert responses(out) != responses(free)
         for row in rows_of(out):
             for i in range(len(row.prompt), len(row.ids)):
-                logits, seen = next_logits(self.models.reference(1), row.ids[:i]), torch.tensor(row.ids[:i]).unique()
-                logits[seen] = torch.where(logits[seen] < 0, logits[seen] * penalty, logits[seen] / penalty)
+                logits, token_ids = (
+                    next_logits(self.models.reference(1), row.ids[:i]),
+                    torch.tensor(row.ids[:i]).unique(),
+                )
+                logits[token_ids] = torch.where(
+                    logits[token_ids] < 0, logits[token_ids] * penalty, logits[token_ids] / penalty
+                )
                 assert int(logits.argmax()) == row.ids[i]
 
     def test_unseeded_rows_differ_and_so_do_calls(self, rollout: Rollout) -> None:

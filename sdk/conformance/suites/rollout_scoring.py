@@ -113,10 +113,10 @@ class ScoreSuite(RolloutSuite):
     @offered(Capability.SCORE)
     def test_what_it_sampled_it_scores_alike(self, rollout: Rollout) -> None:
         sampling = self.sampling(num_samples=2, max_new_tokens=12, temperature=0.8, **self.seed(3))
-        sampled = rollout.generate(prompts([5, 6], [7]), sampling)
+        batch = rollout.generate(prompts([5, 6], [7]), sampling)
         at = 1.0 if self.log_prob_kind.value == "raw" else 0.8
-        scores = as_scoring(rollout).score(sampled, temperature=at)
-        for row, values in zip(rows_of(sampled), scores["log_probs"].unbind(), strict=True):
+        scores = as_scoring(rollout).score(batch, temperature=at)
+        for row, values in zip(rows_of(batch), scores["log_probs"].unbind(), strict=True):
             assert float((values[torch.tensor(row.mask)] - row.log_probs).abs().max()) < 1e-4
 
     @offered(Capability.SCORE)

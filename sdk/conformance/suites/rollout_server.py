@@ -166,13 +166,13 @@ class ServerSuite(RolloutSuite):
             rest = asyncio.ensure_future(all_of(stream))
             # What has ended is told soon; what is held stays so however long one waits.
             await asyncio.wait([rest], timeout=0.5 if mode == "keep" else WAIT_S)
-            ended = rest.done()
+            has_ended = rest.done()
             assert not late.done()
             await live.resume_generation()
-            return deltas + await rest, await late, ended
+            return deltas + await rest, await late, has_ended
 
-        deltas, late, ended = self.run(go())
-        assert ended == (mode != "keep")
+        deltas, late, has_ended = self.run(go())
+        assert has_ended == (mode != "keep")
         assert deltas[-1].finish_reason == ("abort" if mode == "abort" else "length")
         assert (len(tokens_of(deltas)) == LENGTH) == (mode != "abort")
         assert self.stream_error(1, [9], deltas) < 1e-4

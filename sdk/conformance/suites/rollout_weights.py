@@ -128,9 +128,9 @@ class UpdateSuite(WeightSuite):
         assert self.is_model(live, 1)
 
     def test_a_name_announced_twice_is_refused(self, live: Rollout) -> None:
-        announced = specs(self.models.weights(2))
+        twice = specs(self.models.weights(2))
         with pytest.raises(Refused):
-            live.begin_weight_update([*announced, announced[0]], 1)
+            live.begin_weight_update([*twice, twice[0]], 1)
         assert live.weight_version == 0
 
     def test_an_incomplete_update_is_not_finished_and_generates_nothing(self, live: Rollout) -> None:

@@ -202,7 +202,7 @@ class ThreadEngine(LoopThread):
     async def abort_load(self) -> None:
         self.rollout.abort_weight_update()
 
-    async def release(self, tags: Sequence[MemoryTag], released: frozenset[MemoryTag]) -> None:
+    async def release(self, tags: Sequence[MemoryTag], released_tags: frozenset[MemoryTag]) -> None:
         self.rollout.release(tags)
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:

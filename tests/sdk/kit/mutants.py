@@ -161,8 +161,8 @@ def run(
 
 def table(kind: str, backend: str, results: Sequence[Found]) -> str:
     """Markdown: what each mutant does wrong, and the tests that found it."""
-    caught = sum(each.caught for each in results)
-    lines = [f"**{kind} {backend}**: {caught} of {len(results)} found.", ""]
+    num_caught = sum(each.caught for each in results)
+    lines = [f"**{kind} {backend}**: {num_caught} of {len(results)} found.", ""]
     article = "An" if kind[0] in "aeiou" else "A"
     lines += [f"| {article} {kind} that ... | is found by |", "|---|---|"]
     for each in results:
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="every test on every mutant, not only the named ones")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="also write the tables into this page")
     args = parser.parse_args(argv)
-    tables, missed = [], []
+    tables, misses = [], []
     for kind, target in TARGETS.items():
         backend = getattr(args, kind)
         mutants = [mutant for mutant in target.mutants if args.only in mutant.name]
@@ -201,14 +201,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         results = run(kind, backend, mutants, every=args.all)
         tables.append(table(kind, backend, results))
-        missed += [each.mutant.name for each in results if not each.caught]
+        misses += [each.mutant.name for each in results if not each.caught]
         print(tables[-1])
         for each in results:
             for test, why in each.failed.items():
                 print(f"  {each.mutant.name}: {test}: {why[:160]}", file=sys.stderr)
     if args.write:
         write(args.write, "\n".join(tables))
-    return 1 if missed else 0
+    return 1 if misses else 0
 
 
 if __name__ == "__main__":

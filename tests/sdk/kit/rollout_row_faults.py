@@ -224,9 +224,9 @@ class SeedsByPlace(GenerateFault):
     """draws by a row's place in the batch instead of its prompt_id"""
 
     def generate(self, batch: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
-        named = batch.get("prompt_id", None)
+        prompt_id = batch.get("prompt_id", None)
         out = super().generate(batch.exclude("prompt_id"), sampling, min_version=min_version)
-        return out if named is None else out.set("prompt_id", named.repeat_interleave(sampling.num_samples))
+        return out if prompt_id is None else out.set("prompt_id", prompt_id.repeat_interleave(sampling.num_samples))
 
 
 @caught_by("test_neither_rollout_nor_trainer_draws_from_the_others_generator")

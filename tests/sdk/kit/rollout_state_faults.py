@@ -24,10 +24,10 @@ class LosesWeights(RolloutFault):
 class LosesWeightsInBegin(RolloutFault):
     """has no weights to go back to once a second update was begun"""
 
-    def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
+    def begin_weight_update(self, weight_specs: Sequence[WeightSpec], version: int) -> None:
         if self.weight_version is None:
             super().load_bucket(list(self.own_weights().items())[:1])  # type: ignore[misc]
-        super().begin_weight_update(announced, version)  # type: ignore[misc]
+        super().begin_weight_update(weight_specs, version)  # type: ignore[misc]
 
 
 @caught_by("test_a_refused_bucket_alone_leaves_the_old_weights_whole")
@@ -46,8 +46,8 @@ class FinishesNothing(RolloutFault):
 
     _loaded = False
 
-    def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
-        super().begin_weight_update(announced, version)  # type: ignore[misc]
+    def begin_weight_update(self, weight_specs: Sequence[WeightSpec], version: int) -> None:
+        super().begin_weight_update(weight_specs, version)  # type: ignore[misc]
         self._loaded = False
 
     def load_bucket(self, bucket: Bucket) -> None:

@@ -72,20 +72,20 @@ class SwapsKeysAndValues(RolloutFault):
 
     def load_bucket(self, bucket: Bucket) -> None:
         swap = {"k_proj": "v_proj", "v_proj": "k_proj"}
-        named = []
+        pairs = []
         for name, tensor in bucket:
             part = next((part for part in swap if part in name), None)
-            named.append((name.replace(part, swap[part]) if part else name, tensor))
-        super().load_bucket(named)  # type: ignore[misc]
+            pairs.append((name.replace(part, swap[part]) if part else name, tensor))
+        super().load_bucket(pairs)  # type: ignore[misc]
 
 
 @caught_by("test_weights_of_another_model_are_refused_and_the_old_ones_stay[an unknown name]")
 class AcceptsUnknown(RolloutFault):
     """passes over names that the model doesn't know"""
 
-    def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
+    def begin_weight_update(self, weight_specs: Sequence[WeightSpec], version: int) -> None:
         own = self.own_weights()
-        super().begin_weight_update([spec for spec in announced if spec.name in own], version)  # type: ignore[misc]
+        super().begin_weight_update([spec for spec in weight_specs if spec.name in own], version)  # type: ignore[misc]
 
 
 @caught_by(
@@ -95,10 +95,10 @@ class AcceptsUnknown(RolloutFault):
 class AcceptsMissing(RolloutFault):
     """leaves weights that don't come as they were in the checkpoint"""
 
-    def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
-        names, own = {spec.name for spec in announced}, self.own_weights()
+    def begin_weight_update(self, weight_specs: Sequence[WeightSpec], version: int) -> None:
+        names, own = {spec.name for spec in weight_specs}, self.own_weights()
         rest = [spec for spec in specs(own) if spec.name not in names]
-        super().begin_weight_update([*announced, *rest], version)  # type: ignore[misc]
+        super().begin_weight_update([*weight_specs, *rest], version)  # type: ignore[misc]
         self._came: set[str] = set()
 
     def load_bucket(self, bucket: Bucket) -> None:
@@ -115,9 +115,9 @@ class AcceptsMissing(RolloutFault):
 class ChecksLate(RolloutFault):
     """refuses weights of another model when the update has begun"""
 
-    def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
+    def begin_weight_update(self, weight_specs: Sequence[WeightSpec], version: int) -> None:
         try:
-            super().begin_weight_update(announced, version)  # type: ignore[misc]
+            super().begin_weight_update(weight_specs, version)  # type: ignore[misc]
         except Refused:
             if self.weight_version is not None:
                 super().begin_weight_update(specs(self.own_weights()), version)  # type: ignore[misc]
@@ -128,10 +128,10 @@ class ChecksLate(RolloutFault):
 class TrustsAborted(RolloutFault):
     """takes the weights for whole after an update was aborted"""
 
-    def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
+    def begin_weight_update(self, weight_specs: Sequence[WeightSpec], version: int) -> None:
         before = self.weight_version
-        super().begin_weight_update(announced, version)  # type: ignore[misc]
-        self._before, self._left = before, {spec.name for spec in announced}
+        super().begin_weight_update(weight_specs, version)  # type: ignore[misc]
+        self._before, self._left = before, {spec.name for spec in weight_specs}
 
     def load_bucket(self, bucket: Bucket) -> None:
         super().load_bucket(bucket)  # type: ignore[misc]
@@ -146,8 +146,8 @@ class TrustsAborted(RolloutFault):
 class HoldsTensors(RolloutFault):
     """reads the sender's tensors when the update is finished"""
 
-    def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
-        super().begin_weight_update(announced, version)  # type: ignore[misc]
+    def begin_weight_update(self, weight_specs: Sequence[WeightSpec], version: int) -> None:
+        super().begin_weight_update(weight_specs, version)  # type: ignore[misc]
         self._held: list[tuple[str, torch.Tensor]] = []
 
     def load_bucket(self, bucket: Bucket) -> None:
@@ -171,8 +171,8 @@ class LoadsInPart(RolloutFault):
 class AcceptsDoubled(RolloutFault):
     """takes a name that is announced twice for one"""
 
-    def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
-        once = list({spec.name: spec for spec in announced}.values())
+    def begin_weight_update(self, weight_specs: Sequence[WeightSpec], version: int) -> None:
+        once = list({spec.name: spec for spec in weight_specs}.values())
         super().begin_weight_update(once, version)  # type: ignore[misc]
 
 
@@ -180,19 +180,19 @@ class AcceptsDoubled(RolloutFault):
 class GoesOn(RolloutFault):
     """goes on with an update that nobody finished when the next one begins"""
 
-    def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
+    def begin_weight_update(self, weight_specs: Sequence[WeightSpec], version: int) -> None:
         if self.weight_version is not None:
-            super().begin_weight_update(announced, version)  # type: ignore[misc]
+            super().begin_weight_update(weight_specs, version)  # type: ignore[misc]
 
 
 @caught_by("test_weights_of_another_precision_are_cast")
 class RefusesHalves(RolloutFault):
     """refuses weights of another precision"""
 
-    def begin_weight_update(self, announced: Sequence[WeightSpec], version: int) -> None:
-        if any(spec.dtype == "bfloat16" for spec in announced):
+    def begin_weight_update(self, weight_specs: Sequence[WeightSpec], version: int) -> None:
+        if any(spec.dtype == "bfloat16" for spec in weight_specs):
             raise Refused("these weights have another precision")
-        super().begin_weight_update(announced, version)  # type: ignore[misc]
+        super().begin_weight_update(weight_specs, version)  # type: ignore[misc]
 
 
 @caught_by("test_logits_that_are_not_finite_are_an_error")

@@ -50,7 +50,7 @@ def cluster(models: Models) -> Iterator[Cluster]:
     config = RolloutWorkerConfig(
         backend="sglang_server", engine={"model": model, "max_num_seqs": 16, "kv_cache_tokens": 8192}
     )
-    trained = ActorRolloutRefConfig(
+    trainer_config = ActorRolloutRefConfig(
         role="actor",  # type: ignore[arg-type]
         actor=TrainingWorkerConfig(
             backend="fsdp",
@@ -61,7 +61,7 @@ def cluster(models: Models) -> Iterator[Cluster]:
     ray.init(num_cpus=3, num_gpus=0, include_dashboard=False, log_to_driver=False, configure_logging=False)
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     workers = [RayClassWithInitArgs(RolloutServerWorker, config) for _ in range(2)]
-    workers.append(RayClassWithInitArgs(ActorRolloutRefWorker, trained))
+    workers.append(RayClassWithInitArgs(ActorRolloutRefWorker, trainer_config))
     with ExitStack() as stack:
         stack.callback(ray.shutdown)
         groups = []
@@ -142,8 +142,8 @@ def test_a_trainers_weights_reach_all_replicas_in_the_midst_of_requests(cluster:
         assert (old, new, num_old + num_new, stream.finish_reason) == (0, 1, 900, "length")
     for replica in cluster.replicas:
         fresh = replica.generate_sequences(prompts([1, 5, 6], [7]), sampling, min_version=1)
-        scored = trainer.compute_log_prob(fresh, sampling.temperature)["old_log_probs"]
-        columns = scored, fresh["rollout_log_probs"], fresh["response_mask"]
+        scores = trainer.compute_log_prob(fresh, sampling.temperature)["old_log_probs"]
+        columns = scores, fresh["rollout_log_probs"], fresh["response_mask"]
         ours, theirs, mask = (column.values() for column in columns)
         assert (ours - theirs)[mask].abs().max() < 1e-4
 
@@ -157,19 +157,19 @@ def test_a_dead_replicas_requests_fail_by_name_the_others_go_on_and_its_engine_e
     engines = psutil.Process(identity.pid).children(recursive=True)
     assert len(engines) >= 3  # the server, its scheduler, its detokenizer
     os.kill(identity.pid, signal.SIGKILL)
-    ended = []
+    finished_streams = []
     for stream in streams:
         if "'b'" in stream.replica.name:
-            with pytest.raises(RequestFailed, match=rf"{stream.request.id}[\s\S]*died[\s\S]*group 'b'") as caught:
+            with pytest.raises(RequestFailed, match=rf"{stream.request.id}[\s\S]*died[\s\S]*group 'b'") as failure:
                 stream.result()
-            assert isinstance(caught.value.__cause__, WorkerFailed)
+            assert isinstance(failure.value.__cause__, WorkerFailed)
             assert 2 <= len(stream.token_ids) < 900
-            ended.append(stream)
+            finished_streams.append(stream)
         else:
             assert (stream.result().finish_reason, len(stream.token_ids)) == ("length", 900)
-    assert len(ended) == 2
-    gone, alive = psutil.wait_procs(engines, timeout=10)
-    assert (len(gone), alive) == (len(engines), [])
+    assert len(finished_streams) == 2
+    dead, alive = psutil.wait_procs(engines, timeout=10)
+    assert (len(dead), alive) == (len(engines), [])
     assert client.check_health() == ["rank 0 of group 'b'"]
     assert client.alive == cluster.replicas[:1]
     assert [stream.result().replica.name for stream in client.submit_all([[5], [6]], GREEDY)] == [

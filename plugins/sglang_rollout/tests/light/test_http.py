@@ -135,9 +135,9 @@ def test_errors_say_what_happened_and_where() -> None:
         asyncio.run(go(lambda *_: None))
     with pytest.raises(DeadlineExceeded, match=r"didn't answer /x within 0.2 s"):
         asyncio.run(go(lambda *_: slow(), 0.2))
-    gone = HttpClient("127.0.0.1", free_port(0), None)
+    client = HttpClient("127.0.0.1", free_port(0), None)
     with pytest.raises(ServerError, match="ConnectionRefusedError"):
-        asyncio.run(gone.call("GET", "/health", timeout_s=5))
+        asyncio.run(client.call("GET", "/health", timeout_s=5))
 
 
 @pytest.mark.parametrize("status", [200, 400])

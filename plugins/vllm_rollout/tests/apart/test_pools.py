@@ -62,8 +62,8 @@ class Pools:
         sampling = attrs.evolve(self.trainer.config.sampling, temperature=0.7, seed=1)
         rows = self.rollouts.generate_sequences(prompts, sampling, min_version=version)
         assert rows["weight_version"].tolist() == [version] * len(rows)
-        scored = self.trainers.compute_log_prob(rows, temperature=0.7)
-        columns = scored["old_log_probs"], rows["rollout_log_probs"], rows["response_mask"]
+        scores = self.trainers.compute_log_prob(rows, temperature=0.7)
+        columns = scores["old_log_probs"], rows["rollout_log_probs"], rows["response_mask"]
         ours, theirs, mask = (column.values() for column in columns)
         return float((ours - theirs)[mask].abs().max())
 
@@ -126,8 +126,8 @@ def test_a_step_by_each_kind_of_transfer_and_rollout_and_trainer_agree_only_afte
         sync.sync()
         metrics, _ = trainer.step(Workers(pools.trainers, pools.rollouts, sync), STEPS)
         assert metrics["rollout/log_prob_gap_max"] < 1e-4
-        sent, received = sync.receipts
-        assert (sent.num_tensors, sent.digest) == (received.num_tensors, received.digest)
+        sender, receiver = sync.receipts
+        assert (sender.num_tensors, sender.digest) == (receiver.num_tensors, receiver.digest)
         version = sync.version
         assert version is not None
         assert pools.disagreement(version) < 1e-4

@@ -60,8 +60,8 @@ def group(models: Models) -> Iterator[Any]:
 
 def disagreement(group: Any, batch: TensorDict) -> float:
     """Of the trainer's log-probabilities from the rollout's, the largest."""
-    scored = group.compute_log_prob(batch, SAMPLING.temperature)["old_log_probs"]
-    columns = scored, batch["rollout_log_probs"], batch["response_mask"]
+    scores = group.compute_log_prob(batch, SAMPLING.temperature)["old_log_probs"]
+    columns = scores, batch["rollout_log_probs"], batch["response_mask"]
     ours, theirs, mask = (column.values() for column in columns)
     return float((ours - theirs)[mask].abs().max())
 

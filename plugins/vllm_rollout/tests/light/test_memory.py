@@ -23,9 +23,9 @@ class Account:
 
     def release(self, *tags: MemoryTag) -> None:
         """As BaseReleasingRollout does."""
-        going, released = self.state.to_release(tags), self.state.released
-        self.state.release(going)
-        for step in sleep_steps(going, released) if going else ():
+        tags_to_free, released_tags = self.state.to_release(tags), self.state.released
+        self.state.release(tags_to_free)
+        for step in sleep_steps(tags_to_free, released_tags) if tags_to_free else ():
             if step.level is None:
                 self.wake_up(*step.tags)
             else:
