@@ -18,13 +18,13 @@ T = TypeVar("T")
 class OptimizerConfig:
     """AdamW, gradient clipping and the learning rate's schedule."""
 
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    lr: float = 1e-6  # the learning rate, which the schedule varies
+    betas: tuple[float, float] = (0.9, 0.999)  # decay of the running means of gradients and of their squares
+    eps: float = 1e-8  # added to the denominator of a step
     weight_decay: float = 0.01  # on matrices only; not on biases and norms
     max_grad_norm: float = 1.0  # 0: no clipping
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the rate, after the warm-up
+    warmup_steps: int = 0  # steps in which the rate rises linearly to lr
     total_steps: int | None = None  # needed by linear and cosine
     min_lr_ratio: float = 0.0  # the schedule ends at lr * min_lr_ratio
 
@@ -45,7 +45,7 @@ class EngineConfig:
     trainable: bool = True  # False: no gradients, no optimizer (a reference policy)
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the parameters
     optimizer: OptimizerConfig = attrs.field(factory=OptimizerConfig)
-    seed: int = 0
+    seed: int = 0  # of the random generators of training, such as dropout's
 
 
 @attrs.frozen
@@ -53,8 +53,8 @@ class RolloutConfig:
     """What every rollout backend understands. Backends subclass it and add their own options."""
 
     model: str  # directory of a Hugging Face checkpoint
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    seed: int = 0
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights
+    seed: int = 0  # of the engine's own random generators; SamplingParams.seed is that of what is sampled
 
 
 def structure(cls: type[T], data: Any, where: str = "config") -> T:

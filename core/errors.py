@@ -1,7 +1,7 @@
 """Errors that say what was had, what was wanted, where, and how to mend it.
 
-A call fails in one of three ways. Refused: nothing has run. BadAnswer: the workers have run, their answers are
-unusable, the group is healthy. WorkerFailed: the group is over.
+A call fails in one of three ways. Refused: before any side effect. BadAnswer: the workers have run, their answers are
+unusable, the group is healthy. WorkerFailed: the group has ended.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def _rebuild(cls: type[ManymeshError], args: tuple[Any, ...], state: dict[str, A
 
 
 class Refused(ManymeshError):
-    """A bad request, found before any side effect and on all ranks alike: nothing has run.
+    """A bad request, found before any side effect and on all ranks alike. A method that raises it has changed nothing.
 
-    The group stays healthy and nothing is lost: mend the request and call again.
+    The group stays healthy: correct the request and call again.
     """
 
 

@@ -18,7 +18,9 @@ from tensordict import TensorDict
 from core.batch import jagged
 from core.config import OptimizerConfig
 from core.lazy import typed_imports
+from core.list_engines import options as options_with_help
 from core.manifest import Capability
+from core.registry import Backend, EngineRegistry
 from manymesh.recipes.grpo.config import GrpoConfig
 from scripts import backends, reference
 from sdk.scaffold.generate import generate
@@ -26,6 +28,7 @@ from sdk.scaffold.names import Names
 from sdk.testing import tiny_model
 
 DOCS = Path(__file__).parents[1] / "docs"
+PAGES = [*sorted(DOCS.glob("*.md")), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]
 
 
 def options(cls: Any) -> set[str]:
@@ -104,10 +107,34 @@ def test_the_reference_has_every_public_name_of_core_and_every_part() -> None:
     assert set(typed_imports("core")) | parts <= headings
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_in_the_docs_compiles_and_links_lead_somewhere(page: Path) -> None:
     text = page.read_text()
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         compile(block, str(page), "exec")
-    for link in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (page.parent / link).exists(), link
+    for link, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", text):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub and others make of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_every_option_of_the_backends_here_has_its_help() -> None:
+    backends_here = [
+        entry
+        for entry in EngineRegistry.discover().entries
+        if isinstance(entry, Backend) and entry.distribution.startswith("manymesh") and entry.manifest.config
+    ]
+    assert {"fsdp", "megatron", "hf", "vllm", "sglang_server", "disk"} <= {entry.name for entry in backends_here}
+    without = [
+        f"{entry.name}: {option.name}"
+        for entry in backends_here
+        for option in options_with_help(entry.load("config"))
+        if not option.help
+    ]
+    assert without == []

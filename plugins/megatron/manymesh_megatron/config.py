@@ -112,11 +112,11 @@ class MegatronConfig(EngineConfig):
             needs, or an override in `transformer` of what another option decides.
     """
 
-    tensor_parallel: int = _size()
-    pipeline_parallel: int = _size()
+    tensor_parallel: int = _size()  # ranks that share each layer's matrices
+    pipeline_parallel: int = _size()  # ranks in a row, each of which holds a part of the layers
     virtual_pipeline: int | None = attrs.field(default=None, validator=_two_or_more)  # stages a rank; None: one
-    context_parallel: int = _size()
-    expert_parallel: int = _size()
+    context_parallel: int = _size()  # ranks that share each row's tokens
+    expert_parallel: int = _size()  # ranks that share the experts of a layer
     expert_tensor_parallel: int | None = _size(None)  # None: as tensor_parallel, which is megatron's default
     order: str = attrs.field(default="tp-cp-ep-dp-pp", validator=_axis_order)  # of ranks on axes, innermost first
     sequence_parallel: bool = False  # norms and dropout work on 1/tensor_parallel of the tokens
@@ -126,7 +126,7 @@ class MegatronConfig(EngineConfig):
     bucket_size: int | None = _size(None)  # parameters a bucket; None: megatron's choice
     recompute: Literal["none", "selective", "full"] = "none"  # of activations in backward
     recompute_layers: int = _size()  # layers that "full" recomputes as one block
-    moe_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    moe_dispatcher: Literal["alltoall", "allgather"] = "alltoall"  # the collective by which tokens reach experts
     packing: bool | None = None  # run rows without padding; None: padded
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"  # whose layers; "auto": the machine's best
     offload_parameters: bool = False  # parameters and gradients on CPU outside of train_mode and eval_mode

@@ -46,11 +46,13 @@ class ModelInput:
         shape: tuple[int, int] | None = None,
         teacher_ids: torch.Tensor | None = None,
     ) -> ModelInput:
-        """Args:
-        cp: the context-parallel process group.
-        multiple: of the number of packed tokens (tp under sequence parallel).
-        shape: padded up to it, where all ranks must run one shape.
-        teacher_ids: (rows, tokens, k), where the log-probs of those ids are asked for.
+        """From a padded micro-batch.
+
+        Args:
+            cp: the context-parallel process group.
+            multiple: of the number of packed tokens (tp under sequence parallel).
+            shape: padded up to it, where all ranks must run one shape.
+            teacher_ids: (rows, tokens, k), where the log-probs of those ids are asked for.
         """
         ids, mask = batch["input_ids"], batch["attention_mask"].bool()
         if shape is not None:
