@@ -1,4 +1,4 @@
-"""manymesh core: the contract and the binder. It knows no backend's name, and importing it imports nothing heavy."""
+"""manymesh core: the contract and the binder. It names no backend, and importing it imports nothing heavy."""
 
 from __future__ import annotations
 

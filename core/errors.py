@@ -1,4 +1,4 @@
-"""Errors that say what was had, what was wanted, where, and how to mend it.
+"""Errors that say what was given, what was expected, where, and how to correct it.
 
 A call fails in one of three ways. Refused: before any side effect. BadAnswer: the workers have run, their answers are
 unusable, the group is healthy. WorkerFailed: the group has ended.
@@ -64,7 +64,7 @@ class RegistryError(Refused):
 
 
 class BadAnswer(ManymeshError):
-    """The workers have run and their state has moved, but what they answered cannot be joined or sent.
+    """The workers have run and their state has changed, but what they answered cannot be joined or sent.
 
     Rows are missing, metrics that must be the same differ, widths are unequal, a value cannot be pickled. The group
     stays healthy. Calling again runs the method again: after `update_actor` that would be a second update.

@@ -1,4 +1,4 @@
-"""WorkerGroup: a worker class's registered methods, bound as methods of one object. It knows no transport."""
+"""WorkerGroup: a worker class's registered methods, bound as methods of one object. It depends on no transport."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class WorkerGroup(Generic[W]):
         return self._routes[mesh]
 
     def shutdown(self, timeout_s: float = 20.0) -> None:
-        """Let the workers free what they hold, then end their processes. Can be called twice."""
+        """Shut down the workers, then end their processes. Can be called twice."""
         try:
             if not self._life.closed and self._life.failure is None:
                 self._transport.shutdown().gather(timeout_s)

@@ -18,7 +18,7 @@ KINDS: tuple[Kind, ...] = (*ON_DEVICE, "dispatch_mode", "reward", "environment",
 
 
 class Capability(StrEnum):
-    """What a plugin may offer beyond the contract's core. What it doesn't offer raises Refused when asked for."""
+    """What a plugin may offer beyond the contract's core. Workers refuse calls of what it doesn't offer."""
 
     CHECKPOINT = "checkpoint"  # save_checkpoint, load_checkpoint
     RESHARD = "reshard"  # a checkpoint loads at another world size
@@ -62,7 +62,7 @@ class Plan:
 
 
 class Planner(Protocol):
-    """Light: no torch. One home for every size check; dry run, doctor and engine call the same.
+    """Where a config puts an engine, without torch. All checks of sizes are here: driver, doctor and engine call it.
 
     Raises:
         Refused: naming the legal values.

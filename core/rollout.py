@@ -74,7 +74,7 @@ class Rollout(Protocol):
 
     def initialize(self) -> None: ...
     def generate(self, prompts: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
-        """prompt_ids (rows) -> the batch columns above (rows * num_samples), token columns jagged.
+        """prompt_ids (rows) -> the columns of core.columns (rows * num_samples), token columns jagged.
 
         Raises:
             Refused: there are no valid weights, or their version is below min_version.
@@ -104,7 +104,7 @@ class Rollout(Protocol):
 
 @runtime_checkable
 class ScoringRollout(Rollout, Protocol):
-    """A rollout that gives the log-probabilities of a text that somebody else has written (Capability.SCORE)."""
+    """A rollout that gives the log-probabilities of given sequences (Capability.SCORE)."""
 
     def score(self, sequences: TensorDict, *, temperature: float = 1.0, top_k: int = 0) -> TensorDict:
         """Log-probabilities of every token behind those before it, of softmax(logits / temperature).
@@ -128,7 +128,7 @@ class ScoringRollout(Rollout, Protocol):
 
 @runtime_checkable
 class ReleasingRollout(Rollout, Protocol):
-    """A rollout that gives memory back to its device while others need it (Capability.RELEASE). A rollout that does not
+    """A rollout that can free its memory while others need it (Capability.RELEASE). A rollout that does not
     offer this does not have the methods."""
 
     def release(self, tags: Sequence[MemoryTag]) -> None:
@@ -165,8 +165,8 @@ PauseMode = Literal["keep", "wait", "abort"]
 
 
 class RolloutServer(Rollout, Protocol):
-    """A rollout that serves requests while others run. A weight update may come in their midst; they go on with the new
-    weights. `generate` adds the column weight_versions, and has the oldest of these as weight_version."""
+    """A rollout that answers requests while others run (Capability.SERVER). Requests that run during a weight update go
+    on with the new weights. `generate` adds the column weight_versions, whose oldest is weight_version."""
 
     def submit(
         self,
@@ -186,14 +186,15 @@ class RolloutServer(Rollout, Protocol):
         ...
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End these requests, or all; those that have ended are passed over. Partial results are kept."""
+        """End these requests, or all. Requests that have ended are ignored. Partial results are kept."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Return when nothing runs: requests are kept for later, awaited or aborted. New ones wait."""
+        """Return when nothing runs. "keep" interrupts requests, which go on after resume_generation; "wait" lets them
+        end; "abort" ends them. New requests wait."""
         ...
 
     async def resume_generation(self) -> None: ...
     async def check_health(self) -> None:
-        """Raises ManymeshError where it will never answer again."""
+        """Raises ManymeshError where the server will not answer again."""
         ...

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class TransferRound(Protocol):
     """How the ends of a transfer reach each other during one sync, or while they connect.
 
-    No wait is without a deadline, and all waits end when an end has stopped the round. Keys belong to the round:
-    another round may use the same ones.
+    Every wait has a deadline, and all waits end when one end stops the round. Keys belong to the round: another round
+    may use the same keys.
     """
 
     @property
@@ -24,8 +24,8 @@ class TransferRound(Protocol):
 
     @property
     def store(self) -> dist.Store:
-        """For the constructor of a process group: torch's own store, with keys of this round alone. Its waits hear of
-        no stop, so `meet` first."""
+        """For the constructor of a process group: torch's own store, with keys of this round alone. A stop does not
+        end its waits, so `meet` first."""
         ...
 
     def put(self, key: str, value: str | bytes = b"1") -> None: ...
@@ -38,7 +38,7 @@ class TransferRound(Protocol):
         ...
 
     def wait_until(self, condition: Callable[[], bool], what: str, pause: Callable[[float], None] = ...) -> None:
-        """Poll `done`; between polls `pause` waits for the seconds it is given, or less."""
+        """Poll `condition`; between polls `pause` waits for the seconds it is given, or less."""
         ...
 
 
@@ -71,5 +71,5 @@ class WeightTransfer(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of everything, also in the midst of a sync that was stopped. Can be called twice."""
+        """Free everything, also during a sync that was stopped. Can be called twice."""
         ...

@@ -1,7 +1,7 @@
 """Memory for rows that is used again.
 
 A copy into fresh memory costs more in page faults than in copying. Here memory that nothing refers to any more is
-handed out anew; each array has a buffer of its own, so that who keeps one column keeps no other's memory.
+used again. Each array has a buffer of its own, so that a kept column does not keep the memory of others.
 """
 
 from __future__ import annotations

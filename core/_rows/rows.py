@@ -150,7 +150,7 @@ class Rows(WholeTable):
             return column
 
         table = {name: whole(column) for name, column in self.columns.items()}
-        # Unsafe is what isn't checked: `set` asks each column for its shape, which of a nested one is a dispatch.
+        # Unchecked, since `set` asks each column for its shape, which costs a dispatch for a nested tensor.
         return TensorDict._new_unsafe(table, torch.Size([self.num]))
 
     def take(self, ranges: Sequence[Range]) -> Self:

@@ -125,16 +125,16 @@ def deal_rows(
     elif tokens is not None and members is not None:
         weights = [sum(tokens[row] for row in rows) for rows in members]
     blocks: list[list[Block]] = [[] for _ in range(dp_size)]
-    stop, lucky = 0, 0  # `lucky`: who gets a row more next, so that in all nobody gets two more
+    stop, first_extra = 0, 0  # dp rank that gets the next extra row: over all blocks, sizes differ by one at most
     for number in range(num_blocks):
         start, stop = stop, stop + count // num_blocks + (number < count % num_blocks)
         if weights is None:
-            parts = _next_runs(start, stop, dp_size, uneven, lucky)
+            parts = _next_runs(start, stop, dp_size, uneven, first_extra)
         else:
-            parts = _balanced(weights, start, stop, dp_size, uneven, lucky)
+            parts = _balanced(weights, start, stop, dp_size, uneven, first_extra)
         for dp, (real, filler) in enumerate(parts):
             blocks[dp].append(_block(real, filler, members))
-        lucky = (lucky + stop - start) % dp_size if uneven == "ragged" else 0
+        first_extra = (first_extra + stop - start) % dp_size if uneven == "ragged" else 0
     return tuple(Shard(tuple(each)) for each in blocks)
 
 
@@ -188,14 +188,14 @@ def located(runs: Sequence[Run], ranges: Sequence[Range]) -> tuple[Run, ...]:
 
 
 def _next_runs(
-    start: int, stop: int, dp_size: int, uneven: Uneven, lucky: int
+    start: int, stop: int, dp_size: int, uneven: Uneven, first_extra: int
 ) -> list[tuple[Sequence[int], Sequence[int]]]:
     """(real, filler) of each dp rank: rows start..stop-1 of one block, in order."""
     size = stop - start
     length, extra = -(-size // dp_size) if uneven == "pad" else size // dp_size, size % dp_size
     parts: list[tuple[Sequence[int], Sequence[int]]] = []
     for dp in range(dp_size):
-        end = start + length + (uneven == "ragged" and (dp - lucky) % dp_size < extra)
+        end = start + length + (uneven == "ragged" and (dp - first_extra) % dp_size < extra)
         real = range(start, min(end, stop))
         parts.append((real, [max(real.stop - 1, 0)] * (end - real.stop)))
         start = real.stop
@@ -203,7 +203,7 @@ def _next_runs(
 
 
 def _balanced(
-    weights: Sequence[int], start: int, stop: int, dp_size: int, uneven: Uneven, lucky: int
+    weights: Sequence[int], start: int, stop: int, dp_size: int, uneven: Uneven, first_extra: int
 ) -> list[tuple[Sequence[int], Sequence[int]]]:
     """The same by weight. Filler is copies of the lightest row."""
     of_block = weights[start:stop]
@@ -213,7 +213,7 @@ def _balanced(
     parts.sort(key=len, reverse=True)  # the first get a row more
     shares: list[tuple[Sequence[int], Sequence[int]]] = []
     for dp in range(dp_size):
-        places = parts[(dp - lucky) % dp_size]
+        places = parts[(dp - first_extra) % dp_size]
         real = sorted(start + place for place in places if place < size)
         shares.append((real, [start + lightest] * (len(places) - len(real))))
     return shares

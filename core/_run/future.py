@@ -27,8 +27,8 @@ class UnderWay(Protocol):
 class Future(Deferred, Generic[Result_co]):
     """A call's result, later.
 
-    Handed to another group's method as it is, its rows go from workers to workers, dealt anew for that group's mesh.
-    They lie with the workers that made them: they can be had as long as that group is alive.
+    Another group's method takes it as an argument. Its rows then go from workers to workers, dealt anew for that
+    group's mesh. The workers that made the rows hold them, so they exist as long as that group is alive.
     """
 
     def __init__(self, ticket: UnderWay | None, finish: Callable[[], Any] | None, value: Any = None) -> None:

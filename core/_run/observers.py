@@ -35,7 +35,7 @@ class MethodRun:
 
 
 class Observer:
-    """Is told of a group's calls, given as `observers=[...]`. A subclass overrides what it wants to hear of.
+    """Is called around a group's calls. A group takes `observers=[...]`; a subclass overrides the methods it needs.
 
     The methods are called in the driver; `before_method` and `after_method` in the workers, where the observer comes by
     pickling. One that raises is logged, once for each method, and hurts neither the call nor the other observers.

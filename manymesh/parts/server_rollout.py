@@ -1,4 +1,4 @@
-"""What rollouts that are servers have in common: requests, pauses, and weight updates in the midst of requests.
+"""What rollouts that are servers have in common: requests, pauses, and weight updates while requests run.
 
 A backend's rollout subclasses ServerRollout, or ReleasingServerRollout where its engine gives memory back.
 """

@@ -133,7 +133,7 @@ class RolloutClient:
     RequestFailed.
 
     Calls may come from several threads, but not while another calls the groups themselves (as WeightSync.sync does).
-    A sync in the midst of requests pauses and resumes them itself.
+    A sync while requests run pauses and resumes them itself.
 
     Args:
         groups: with init_model done.
@@ -187,7 +187,7 @@ class RolloutClient:
         )
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End these requests, or all; those that have ended are passed over. What was sampled still comes."""
+        """End these requests, or all. Requests that have ended are ignored. What was sampled still comes."""
         with self._lock:
             for replica in self._live():
                 ids = [each for each in replica.running if request_ids is None or each in request_ids]

@@ -113,7 +113,7 @@ class RolloutServerWorker(RolloutWorker):
 
     @register()
     def pause_generation(self, mode: PauseMode = "keep") -> None:
-        """Return when nothing runs: requests are kept for later, awaited or aborted. New ones wait."""
+        """Return when nothing runs; see core.rollout.RolloutServer.pause. New requests wait."""
         self._call(self.server.pause(mode))
 
     @register()

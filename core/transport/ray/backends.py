@@ -1,6 +1,6 @@
 """Backends that were registered at run time, on their way from the driver to the workers of a group.
 
-One that cannot travel spoils nothing: workers list it as broken, with the reason, and refuse it to whoever asks for it.
+A backend that cannot be sent does not fail the group: workers list it as broken, with the reason, and refuse it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the ends of a transfer tell each other beside the weights: a key-value store that the sender serves.
 
-It carries short strings and digests, no pickles. Nothing here waits without a deadline, and whoever waits hears it when
-somebody has stopped the round.
+It carries short strings and digests, no pickles. Every wait has a deadline, and ends early when
+one end stops the round.
 """
 
 from __future__ import annotations

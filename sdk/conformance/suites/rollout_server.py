@@ -1,4 +1,4 @@
-"""A rollout that serves: streams, aborts, pauses, and weights that change in the midst of requests."""
+"""A rollout that is a server: streams, aborts, pauses, and weights that change while requests run."""
 
 from __future__ import annotations
 
