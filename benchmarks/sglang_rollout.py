@@ -109,7 +109,7 @@ class _Ours:
     _model: str
     _rollouts: dict[str, Any]  # by way of weights; "" generates
 
-    def _made(self, backend: str, **options: Any) -> Any:
+    def _build(self, backend: str, **options: Any) -> Any:
         from core.registry import EngineRegistry
 
         rollout = EngineRegistry.new(None, backend, {"model": self._model} | OPTIONS | options, "cpu", kind="rollout")
@@ -146,7 +146,7 @@ class _Ours:
 class OurEngine(_Ours):
     def __init__(self, model: str) -> None:
         self._model = model
-        self._rollouts = {"": self._made("sglang")}
+        self._rollouts = {"": self._build("sglang")}
         self._prepare()
 
 
@@ -155,12 +155,14 @@ class OurServers(_Ours):
 
     def __init__(self, model: str) -> None:
         self._model = model
-        own = self._made("sglang_server", weights="tensor")
+        own = self._build("sglang_server", weights="tensor")
         client = own._engine._client
         other = {"addresses": [client.address], "api_key": client.key}
         self._rollouts = {"": own, "tensor": own}
-        self._rollouts["distributed"] = self._made("sglang_server", weights="distributed", **other)
-        self._rollouts["disk"] = self._made("sglang_server", weights="disk", weights_dir=tempfile.gettempdir(), **other)
+        self._rollouts["distributed"] = self._build("sglang_server", weights="distributed", **other)
+        self._rollouts["disk"] = self._build(
+            "sglang_server", weights="disk", weights_dir=tempfile.gettempdir(), **other
+        )
         self._prepare()
 
 

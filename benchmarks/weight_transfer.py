@@ -66,7 +66,7 @@ def main() -> None:
             options = {"directory": str(Path(folder) / "weights")} if kind == "disk" else {}
             with WeightSync(sender, [receiver], kind=kind, options=options, bucket_mb=args.bucket_mb) as sync:
                 name = f"transfer-{kind}"
-                cases.append(measure(name, copy, _synced(sync, waits, name), args.pairs))
+                cases.append(measure(name, copy, _sync_and_wait(sync, waits, name), args.pairs))
     cases.append(measure("digest", copy, lambda: int(digest(source)), args.pairs))
     ray.shutdown()
     report(cases, args.json)
@@ -79,7 +79,7 @@ def _copy(target: Any, source: Any) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
-def _synced(sync: Any, waits: dict[str, list[float]], name: str) -> Callable[[], object]:
+def _sync_and_wait(sync: Any, waits: dict[str, list[float]], name: str) -> Callable[[], object]:
     def run() -> None:
         sync.sync()
         for receipt in sync.receipts:

@@ -20,7 +20,7 @@ from core._run.build import RayClassWithInitArgs as RayClassWithInitArgs
 from core._run.build import W as W
 from core._run.colocate import ColocatedWorker as ColocatedWorker
 from core._run.colocate import create_colocated_worker_cls as create_colocated_worker_cls
-from core._run.failure import explained
+from core._run.failure import explain
 from core._run.future import Future as Future
 from core._run.method import GroupMethod
 from core._run.observers import MethodRun as MethodRun
@@ -305,7 +305,7 @@ class WorkerGroup(Generic[W]):
         if len(answers) + len(unsendable) == len(outcomes) and not late:
             raise unsendable[0]
         hint = list_meant_per_rank(call) if call is not None else ""
-        error = explained(outcomes, late, self.name, self._transport, method, mesh, timeout_s, hint)
+        error = explain(outcomes, late, self.name, self._transport, method, mesh, timeout_s, hint)
         self._transport.end()
         self._life.failure = self._life.failure or error
         raise self._life.failure

@@ -10,7 +10,7 @@ from core._run.transport import Answered, BadlyAnswered, Died, Outcome, Raised, 
 from core.errors import DeadlineExceeded, ManymeshError, WorkerFailed
 
 
-def explained(
+def explain(
     outcomes: dict[int, Outcome],
     late: list[int],
     group: str,
@@ -42,7 +42,7 @@ def explained(
     mend += f"; {hint}" if hint else ""
     match first:
         case Raised():
-            what, cause = f"rank {rank} of group {group!r} raised {first.summary}", _loaded(first.error)
+            what, cause = f"rank {rank} of group {group!r} raised {first.summary}", _unpickle(first.error)
             details = {"traceback": first.traceback}
         case RefusedIt():
             some = sorted(r for r, each in bad.items() if isinstance(each, RefusedIt))
@@ -79,7 +79,7 @@ def _blame(transport: Transport, rank: int, outcome: Outcome) -> tuple[int, floa
             return 2, 0.0
 
 
-def _loaded(error: bytes | None) -> BaseException | None:
+def _unpickle(error: bytes | None) -> BaseException | None:
     """A worker's exception, where the driver has its class too."""
     with suppress(Exception):
         exception = pickle.loads(error) if error else None

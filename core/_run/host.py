@@ -144,12 +144,12 @@ class _Run:
             who = f"rank {self._host.context.rank} wrote to {', '.join(names)}"
             raise RuntimeError(f"method {self._command.method!r} is registered with reads_only=True, but {who}")
         try:
-            return self._told(Answered(self._sendable(value) if self._answer else None))
+            return self._notify(Answered(self._sendable(value) if self._answer else None))
         except Refused as error:  # the method has run, so it is no refusal
-            return self._told(BadlyAnswered(BadAnswer.of(error)))
+            return self._notify(BadlyAnswered(BadAnswer.of(error)))
 
     def failed(self, error: Exception) -> Outcome:
-        return self._told(failed(error))
+        return self._notify(failed(error))
 
     def _sendable(self, value: Any) -> Any:
         encoded = encode(value)
@@ -162,7 +162,7 @@ class _Run:
 
         return mapped(encoded, stored)
 
-    def _told(self, outcome: Outcome) -> Outcome:
+    def _notify(self, outcome: Outcome) -> Outcome:
         if self._run is not None:
             self._host._observers.tell("after_method", self._run, outcome, time.perf_counter() - self._began)
         return outcome

@@ -84,7 +84,7 @@ class LocalTransport:
             try:
                 return Answered(_private(outcome.value))
             except Exception as error:  # copying runs any object's own code
-                return BadlyAnswered(BadAnswer("an answer cannot be sent to the driver", have=_said(error)))
+                return BadlyAnswered(BadAnswer("an answer cannot be sent to the driver", have=_describe(error)))
 
         try:  # all are copied before any runs
             private = {rank: _private_call(call) for rank, call in calls.items()}
@@ -92,7 +92,7 @@ class LocalTransport:
             raise
         except Exception as error:
             what = f"the arguments of {command.method!r} cannot be sent to the workers"
-            raise Refused(what, have=_said(error), want="values that can be copied") from error
+            raise Refused(what, have=_describe(error), want="values that can be copied") from error
         return self._each(calls, go)
 
     def shutdown(self) -> _Ended:
@@ -128,7 +128,7 @@ def _private_call(call: RankCall) -> RankCall:
     return RankCall(_private(encode(call.args, _here)), _private(encode(dict(call.kwargs), _here)), call.shard)
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 

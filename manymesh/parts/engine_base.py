@@ -151,7 +151,7 @@ class OffloadEngineBase(EngineBase[S]):
     """An engine whose parameters and optimizer state can wait on the CPU. Meets core.engine.OffloadEngine.
 
     Args:
-        offload: the parts that are on CPU outside of the modes that need them.
+        parameters, optimizer: whether these are on CPU outside of the modes that need them.
     """
 
     def __init__(self, mesh: RankMesh, limits: Limits, *, parameters: bool, optimizer: bool) -> None:

@@ -14,7 +14,7 @@ from core.engine import WeightSpec
 from core.errors import Refused
 from manymesh.parts.saved_form import saved_form
 from manymesh.parts.weight_names import some
-from manymesh.parts.weights import Announced, checked, together
+from manymesh.parts.weights import Announced, check_stream, together
 
 
 class _KeepViews(TorchFunctionMode):
@@ -90,7 +90,7 @@ class WeightTable:
             Refused: as manymesh.parts.weights.checked.
         """
         with torch.no_grad():
-            for name, tensor in checked(stream, {spec.name: spec.shape for spec in self.specs()}):
+            for name, tensor in check_stream(stream, {spec.name: spec.shape for spec in self.specs()}):
                 self.target(name).copy_(tensor)
 
     def copy(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -26,7 +26,7 @@ def together(name: str) -> str | None:
     return None
 
 
-def checked(
+def check_stream(
     stream: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The stream, each tensor once it is known to be one of `shapes` (by name). Not collective.
@@ -38,7 +38,7 @@ def checked(
     names: set[str] = set()
     for name, tensor in stream:
         if name not in shapes or name in names:
-            raise _refused(shapes, names, name)
+            raise _refusal(shapes, names, name)
         if tuple(tensor.shape) != tuple(shapes[name]):
             raise Refused(
                 f"the weight {name!r} has another shape than the model's",
@@ -49,10 +49,10 @@ def checked(
         names.add(name)
         yield name, tensor
     if len(names) < len(shapes):
-        raise _refused(shapes, names)
+        raise _refusal(shapes, names)
 
 
-def _refused(shapes: Mapping[str, object], names: set[str], unexpected: str | None = None) -> Refused:
+def _refusal(shapes: Mapping[str, object], names: set[str], unexpected: str | None = None) -> Refused:
     missing = [name for name in shapes if name not in names]
     what = "a weight came twice" if unexpected in names else "a weight has a name that the model doesn't know"
     return Refused(

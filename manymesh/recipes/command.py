@@ -13,7 +13,7 @@ from core.errors import ManymeshError
 INTERRUPTED = 130  # what a shell gives for Ctrl-C
 
 
-def guarded(command: Callable[[], int], *, verbose: bool = False) -> int:
+def run_guarded(command: Callable[[], int], *, verbose: bool = False) -> int:
     """Run a command; our own errors are printed without Python's traceback and give 1."""
     # Bars for each file that transformers writes or reads, and torch's word on a function it renamed.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

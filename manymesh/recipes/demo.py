@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from manymesh.recipes.command import guarded
+from manymesh.recipes.command import run_guarded
 from manymesh.recipes.yaml_config import laid_over, load_yaml, override
 
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = load_yaml(args.config) if args.config else {}
         return run(directory, args.seed, settings, args.overrides)
 
-    return guarded(demo, verbose=args.verbose)
+    return run_guarded(demo, verbose=args.verbose)
 
 
 def run(directory: Path, seed: int, settings: Mapping[str, Any], overrides: Sequence[str]) -> int:

@@ -50,7 +50,7 @@ class Replica:
         stream = self.running.pop(request_id, None)
         self.load -= 0 if stream is None else stream.left
 
-    def arrived(self, delta: GenerationDelta) -> None:
+    def deliver(self, delta: GenerationDelta) -> None:
         """Hand a delta to its stream; those of requests that were given up are dropped."""
         stream = self.running.get(delta.request_id)
         if stream is None:
@@ -192,7 +192,7 @@ class RolloutClient:
             for replica in self._live():
                 ids = [each for each in replica.running if request_ids is None or each in request_ids]
                 if ids:
-                    self._called(replica, "abort_requests", replica.rank, ids)
+                    self._call(replica, "abort_requests", replica.rank, ids)
 
     def pause(self, mode: PauseMode = "keep") -> None:
         """Return when nothing runs on any replica: requests are kept for later, awaited or aborted. New ones wait."""
@@ -230,7 +230,7 @@ class RolloutClient:
                 rest = []
                 for replica, share in shares.items():
                     try:
-                        if self._called(replica, "submit_requests", replica.rank, self._name, share):
+                        if self._call(replica, "submit_requests", replica.rank, self._name, share):
                             shares_begun.append((replica, share))
                         else:
                             rest += share  # it has died with none of them begun
@@ -238,7 +238,7 @@ class RolloutClient:
                         for stream in streams.values():
                             stream.replica.remove(stream.request.id)
                         for other, share_begun in shares_begun:
-                            self._called(other, "abort_requests", other.rank, [each.id for each in share_begun])
+                            self._call(other, "abort_requests", other.rank, [each.id for each in share_begun])
                         raise
         return [streams[request.id] for request in requests]
 
@@ -266,20 +266,20 @@ class RolloutClient:
                 )
 
     def _poll(self, replica: Replica) -> None:
-        answer = self._called(replica, "poll_requests", replica.rank, self._name, POLL_S)
+        answer = self._call(replica, "poll_requests", replica.rank, self._name, POLL_S)
         for each in answer[0] if answer else ():
             if isinstance(each, RequestError):
                 message = f"request {each.request_id!r} failed: {each.error}"
                 replica.fail(each.request_id, RequestFailed(message, where=replica.name))
             else:
-                replica.arrived(each)
+                replica.deliver(each)
 
     def _each_group(self, method: str, *args: Any) -> None:
         with self._lock:
             for group in self.alive:
-                self._called(next(each for each in self._live() if each.group is group), method, *args)
+                self._call(next(each for each in self._live() if each.group is group), method, *args)
 
-    def _called(self, replica: Replica, method: str, *args: Any) -> list[Any]:
+    def _call(self, replica: Replica, method: str, *args: Any) -> list[Any]:
         """[answer], or nothing where the replica's group has failed: then its requests have ended."""
         if replica.failure is None:
             try:
@@ -289,10 +289,10 @@ class RolloutClient:
             except (WorkerFailed, DeadlineExceeded) as error:
                 for each in self._replicas:
                     if each.group is replica.group:
-                        self._failed(each, error)
+                        self._mark_failed(each, error)
         return []
 
-    def _failed(self, replica: Replica, error: ManymeshError) -> None:
+    def _mark_failed(self, replica: Replica, error: ManymeshError) -> None:
         replica.failure = error
         for request_id in list(replica.running):
             failure = RequestFailed(

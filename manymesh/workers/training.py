@@ -174,18 +174,18 @@ class TrainingWorker(Worker):
         self, device: Literal["cpu", "device"], model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
         """Move the engine's state between the CPU and its device."""
-        self._offered(Capability.OFFLOAD).to(device, model=model, optimizer=optimizer, grad=grad)
+        self._require(Capability.OFFLOAD).to(device, model=model, optimizer=optimizer, grad=grad)
 
     @register()
     def save_checkpoint(self, path: str, step: int = 0) -> None:
         """Write a checkpoint. Refused on all ranks when one cannot write; then nothing is left at `path`."""
-        self._offered(Capability.CHECKPOINT).save_checkpoint(path, step=step)
+        self._require(Capability.CHECKPOINT).save_checkpoint(path, step=step)
 
     @register(Dispatch.SAME_ON_ALL)
     def load_checkpoint(self, path: str) -> int:
         """Read a checkpoint, also of another world size; gives its step. Refused, with nothing changed, when it is of
         another model."""
-        step: int = self._offered(Capability.CHECKPOINT).load_checkpoint(path)
+        step: int = self._require(Capability.CHECKPOINT).load_checkpoint(path)
         return step
 
     @register()
@@ -202,7 +202,7 @@ class TrainingWorker(Worker):
     def shutdown(self) -> None:
         self.engine.shutdown()
 
-    def _offered(self, capability: Capability) -> Any:
+    def _require(self, capability: Capability) -> Any:
         """The engine, which meets the protocol of a capability, or Refused."""
         if not isinstance(self.engine, OPTIONAL[capability]):
             raise Refused(

@@ -9,14 +9,17 @@ import torch
 
 from core.engine import WeightSpec
 from core.errors import Refused
-from manymesh.parts.weights import Announced, check_specs, checked, together
+from manymesh.parts.weights import Announced, check_specs, check_stream, together
 
 SHAPES = {"a": (2, 3), "b": (4,)}
 A, B = ("a", torch.zeros(2, 3)), ("b", torch.zeros(4))
 
 
 def test_a_whole_stream_passes_as_it_is_in_any_order() -> None:
-    assert [(name, id(tensor)) for name, tensor in checked(iter([B, A]), SHAPES)] == [("b", id(B[1])), ("a", id(A[1]))]
+    assert [(name, id(tensor)) for name, tensor in check_stream(iter([B, A]), SHAPES)] == [
+        ("b", id(B[1])),
+        ("a", id(A[1])),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -34,7 +37,7 @@ def test_what_is_wrong_is_refused_in_its_place(
 ) -> None:
     names: list[str] = []
     with pytest.raises(Refused, match=message):
-        names.extend(name for name, _ in checked(stream, SHAPES))
+        names.extend(name for name, _ in check_stream(stream, SHAPES))
     assert names == ["a"] * passed
 
 

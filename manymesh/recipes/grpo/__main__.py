@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from manymesh.recipes.command import guarded
+from manymesh.recipes.command import run_guarded
 from manymesh.recipes.yaml_config import load_yaml, override
 
 
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="go on from the latest complete checkpoint")
     parser.add_argument("--verbose", action="store_true", help="errors with their traceback")
     args = parser.parse_intermixed_args(arguments)
-    return guarded(lambda: train(args.config, args.overrides, resume=args.resume), verbose=args.verbose)
+    return run_guarded(lambda: train(args.config, args.overrides, resume=args.resume), verbose=args.verbose)
 
 
 def train(file: str, overrides: Sequence[str] = (), *, resume: bool = False) -> int:

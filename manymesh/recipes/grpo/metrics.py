@@ -38,8 +38,8 @@ def response_metrics(samples: TensorDict, scores: TensorDict) -> dict[str, float
     """Lengths, and how the trainer sees what the rollout sampled: entropy, and the gap between their log-probs.
 
     Args:
-        sampled: `response_mask`, `rollout_log_probs`, `finish_reason`.
-        scored: `old_log_probs` and `entropy` of the same rows.
+        samples: `response_mask`, `rollout_log_probs`, `finish_reason`.
+        scores: `old_log_probs` and `entropy` of the same rows.
     """
     mask = samples["response_mask"]
     gap = response_tokens(samples["rollout_log_probs"], mask) - response_tokens(scores["old_log_probs"], mask)

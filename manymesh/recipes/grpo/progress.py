@@ -79,7 +79,7 @@ class Progress:
         """A step is done."""
         self._step, self._metrics, self._rewards = step, dict(metrics), list(rewards)
         if not self._console.is_terminal:
-            values = [f"{name} {form.format(value)}" for name, form, value in self._shown()]
+            values = [f"{name} {form.format(value)}" for name, form, value in self._select_values()]
             phases = " ".join(f"{name} {seconds:.3f}" for name, seconds in self._seconds().items())
             line = f"step {step}/{self._num_steps}  " + "  ".join(values) + f"  ({phases})"
             self._console.print(line, highlight=False, soft_wrap=True)
@@ -90,7 +90,7 @@ class Progress:
     def warn(self, message: str) -> None:
         self._console.print(Text(f"WARNING: {message}", style="bold red"), soft_wrap=True)
 
-    def _shown(self) -> list[tuple[str, str, float]]:
+    def _select_values(self) -> list[tuple[str, str, float]]:
         return [(*COLUMNS[key], self._metrics[key]) for key in COLUMNS if key in self._metrics]
 
     def _seconds(self) -> dict[str, float]:
@@ -106,7 +106,7 @@ class Progress:
             Text(self._phases.running, style="dim"),
         )
         numbers, phases = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
-        if values := self._shown():
+        if values := self._select_values():
             numbers.add_row(*(Text(name, style="dim") for name, _, _ in values))
             numbers.add_row(*(form.format(value) for _, form, value in values))
         if seconds := self._seconds():

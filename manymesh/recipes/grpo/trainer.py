@@ -95,7 +95,7 @@ class GrpoTrainer:
         try:
             self._greet(progress, step)
             with progress:
-                while step < run.steps and not self._solved(tracker.rewards()):
+                while step < run.steps and not self._is_solved(tracker.rewards()):
                     metrics, samples = self.step(workers, step)
                     step += 1
                     _attempt(progress, tracker.log, step, metrics, samples)
@@ -127,7 +127,7 @@ class GrpoTrainer:
 
         with phase("prompts"):
             prompts, row_of = self.data.batch(step, config.algorithm.prompts_per_step)
-            sampling = _seeded(config.sampling, config.run.seed, step)
+            sampling = _with_seed(config.sampling, config.run.seed, step)
         with phase("generate"):
             samples = workers.rollouts.generate_sequences(prompts, sampling)
         prompt_id = samples["prompt_id"]
@@ -196,12 +196,12 @@ class GrpoTrainer:
             return False
         return True
 
-    def _solved(self, rewards: Sequence[float]) -> bool:
+    def _is_solved(self, rewards: Sequence[float]) -> bool:
         target, window = self.config.run.stop_at_reward, self.config.run.stop_window
         return target is not None and len(rewards) >= window and sum(rewards[-window:]) / window >= target
 
 
-def _seeded(sampling: SamplingParams, seed: int, step: int) -> SamplingParams:
+def _with_seed(sampling: SamplingParams, seed: int, step: int) -> SamplingParams:
     """A seed of the step's own, for rollouts that know no prompt_id."""
     entropy = (sampling.seed or 0, seed, step)
     return attrs.evolve(sampling, seed=int(np.random.SeedSequence(entropy).generate_state(1)[0]))

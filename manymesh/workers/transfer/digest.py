@@ -36,6 +36,6 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def stacked(digests: list[torch.Tensor]) -> torch.Tensor:
+def stack_digests(digests: list[torch.Tensor]) -> torch.Tensor:
     """On the CPU; waits for the device once."""
     return torch.stack(digests).cpu() if digests else torch.empty(0, dtype=torch.int64)

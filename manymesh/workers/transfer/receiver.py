@@ -15,7 +15,7 @@ from core.errors import ManymeshError
 from core.rollout import Rollout
 from manymesh.workers.transfer.buckets import BucketPlan, Joiner, plan
 from manymesh.workers.transfer.channel import COMMIT, Round
-from manymesh.workers.transfer.digest import digest, stacked
+from manymesh.workers.transfer.digest import digest, stack_digests
 from manymesh.workers.transfer.endpoint import PATIENCE, Endpoint, Receipt
 
 
@@ -76,7 +76,7 @@ class Receiver(Endpoint):
             del load, pieces  # views of a buffer that is used again
             self._at(round_, number)
             round_.count_in(f"loaded.{number}", self._num_receivers)
-        return stacked(digests), wait_s
+        return stack_digests(digests), wait_s
 
     def _at(self, round_: Round, number: int) -> None:
         round_.put(f"at.{self._index}", f"{number} {self._name}")

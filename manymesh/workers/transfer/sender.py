@@ -22,7 +22,7 @@ from core.engine import WeightSpec
 from core.errors import DeadlineExceeded
 from manymesh.workers.transfer.buckets import NamedTensor, fill_buckets, plan
 from manymesh.workers.transfer.channel import Round
-from manymesh.workers.transfer.digest import digest, stacked
+from manymesh.workers.transfer.digest import digest, stack_digests
 from manymesh.workers.transfer.endpoint import DEPTH, Endpoint, Receipt
 
 
@@ -70,7 +70,7 @@ class Sender(Endpoint):
                 start_of_wait = time.perf_counter()
                 if on_its_way is not None:
                     on_its_way.result()
-                table = stacked(digests)
+                table = stack_digests(digests)
                 round_.put("digests", table.numpy().tobytes())
                 round_.verdict("the receivers' word that all has arrived")
                 for number in range(max(len(buckets) - DEPTH, 0), len(buckets)):

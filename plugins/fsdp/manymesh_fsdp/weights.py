@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 
 from core.engine import WeightSpec
 from manymesh.parts.engine_checkpoint import persistent
-from manymesh.parts.weights import checked, together
+from manymesh.parts.weights import check_stream, together
 from manymesh_fsdp.model import copy_full
 
 
@@ -103,7 +103,7 @@ class FsdpWeights:
         owner = {name: unit for unit in self.units for name in unit.saved}
         waiting: dict[int, dict[str, torch.Tensor]] = {}
         shapes = {name: unit.saved[name] for name, unit in owner.items()}
-        for name, tensor in checked(stream, shapes):
+        for name, tensor in check_stream(stream, shapes):
             unit = owner[name]
             if unit.plain:
                 copy_full(tensors[name], tensor)

@@ -16,7 +16,7 @@ def in_ddp(
     models: Sequence[GPTModel], transformer: TransformerConfig, config: MegatronConfig
 ) -> list[DistributedDataParallel]:
     """A rank's stages, in virtual order, wrapped; `transformer` is told of it."""
-    chunks = [_wrapped(model, transformer, config, first=number == 0) for number, model in enumerate(models)]
+    chunks = [_wrap(model, transformer, config, first=number == 0) for number, model in enumerate(models)]
     transformer.finalize_model_grads_func = _finalize
     if config.overlap_grad_reduce:
         no_syncs: list[Any] = [chunk.no_sync for chunk in chunks]
@@ -24,7 +24,7 @@ def in_ddp(
     return chunks
 
 
-def _wrapped(
+def _wrap(
     model: GPTModel, transformer: TransformerConfig, config: MegatronConfig, *, first: bool
 ) -> DistributedDataParallel:
     options = DistributedDataParallelConfig(

@@ -44,7 +44,7 @@ class SavedDirectory:
         missing = [name for name in specs if name not in self._tensors and name not in optional]
         unknown = [name for name in self._tensors if name not in specs and DECODER.match(name)]
         if missing or unknown:
-            raise self._refused(
+            raise self._refusal(
                 "the weights of the directory are not the model's",
                 have=f"{len(missing)} missing: {missing[:8]}, {len(unknown)} unknown: {unknown[:8]}",
                 want=f"each of the model's {len(specs)} tensors",
@@ -52,7 +52,7 @@ class SavedDirectory:
         names = [name for name in specs if name in self._tensors]
         for name in names:
             if (shape := tuple(self._tensors[name].get_shape())) != specs[name].shape:
-                raise self._refused(
+                raise self._refusal(
                     f"the weight {name!r} has another shape than the model's", have=shape, want=specs[name].shape
                 )
         return names
@@ -76,7 +76,7 @@ class SavedDirectory:
             return [SINGLE]
         if not index.is_file():
             pickled = sorted(each.name for each in self._path.glob("pytorch_model*.bin"))
-            raise self._refused(
+            raise self._refusal(
                 f"the model directory {str(self._path)!r} has no {SINGLE} and no {INDEX}",
                 have=pickled[:8] or sorted(each.name for each in self._path.glob("*"))[:8],
                 mend="convert it: load it with transformers and call save_pretrained" if pickled else MEND,
@@ -84,13 +84,13 @@ class SavedDirectory:
         try:
             return sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._refused(f"{INDEX} is no index", have=f"{type(error).__name__}: {error}") from error
+            raise self._refusal(f"{INDEX} is no index", have=f"{type(error).__name__}: {error}") from error
 
     def _map(self, stack: ExitStack, name: str) -> Any:
         try:
             return stack.enter_context(safe_open(self._path / name, "pt"))
         except (OSError, SafetensorError) as error:
-            raise self._refused(f"cannot read {name!r}", have=f"{type(error).__name__}: {error}") from error
+            raise self._refusal(f"cannot read {name!r}", have=f"{type(error).__name__}: {error}") from error
 
-    def _refused(self, message: str, *, have: object, want: object = None, mend: str = MEND) -> Refused:
+    def _refusal(self, message: str, *, have: object, want: object = None, mend: str = MEND) -> Refused:
         return Refused(message, have=have, want=want, where=str(self._path), mend=mend)

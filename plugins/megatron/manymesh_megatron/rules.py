@@ -53,7 +53,7 @@ def _refusal(
         values = [value for value, other in candidates if all(each.holds(other, world_size, model) for each in about)]
         if values:
             legal[option] = values
-    have = [_told(option, config) for option in options]
+    have = [_format_option(option, config) for option in options]
     have += [f"{fact}={getattr(model, fact)}" for fact in rule.facts]
     have += [] if rule.facts or options[0] in _CHOICES else [f"{world_size} ranks"]
     want = [f"{option} {_one_of(values)}" for option, values in legal.items()]
@@ -85,7 +85,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _told(option: str, config: MegatronConfig) -> str:
+def _format_option(option: str, config: MegatronConfig) -> str:
     if option == "expert_tensor_parallel" and config.expert_tensor_parallel is None:
         return f"{option}={config.expert_tensor_size} (as tensor_parallel)"
     return f"{option}={getattr(config, option)}"

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from core.engine import WeightSpec
 from core.errors import Refused
 from core.manifest import ModelFacts
-from manymesh.parts.weights import checked, together
+from manymesh.parts.weights import check_stream, together
 from manymesh_megatron.directory import SavedDirectory
 from manymesh_megatron.names import SCORE, SHARDED_DIM, Kind, SavedAs, saved_as, saved_shape, views
 
@@ -150,7 +150,7 @@ class MegatronWeights:
             Refused: an unknown name, one that came before, a wrong shape, or (at the end) names that never came. What
                 came before is loaded then: a stream cannot be checked in advance.
         """
-        for name, tensor in checked(stream, {name: spec.shape for name, spec in self._specs.items()}):
+        for name, tensor in check_stream(stream, {name: spec.shape for name, spec in self._specs.items()}):
             self._fill(name, tensor)
 
     @torch.no_grad()

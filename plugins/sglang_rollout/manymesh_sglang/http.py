@@ -80,7 +80,7 @@ class HttpClient:
                     if data:
                         message = json.loads(data)
                         if isinstance(message, dict) and "error" in message:
-                            raise _refused(self, path, 400, json.dumps(message["error"]))
+                            raise _refusal(self, path, 400, json.dumps(message["error"]))
                         yield message
         raise ServerError(f"{path} broke off", have=self.explain() or None, where=self.address)
 
@@ -98,7 +98,7 @@ class HttpClient:
                 session.request(method, url, data=data, headers=headers, allow_redirects=False) as answer,
             ):
                 if answer.status >= 300:
-                    raise _refused(self, path, answer.status, (await answer.read()).decode(errors="replace"))
+                    raise _refusal(self, path, answer.status, (await answer.read()).decode(errors="replace"))
                 yield answer
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if isinstance(error, TimeoutError):
@@ -119,7 +119,7 @@ def parsed(data: str | bytes) -> Any:
         return data.decode(errors="replace") if isinstance(data, bytes) else data
 
 
-def _refused(client: HttpClient, path: str, status: int, body: str) -> ManymeshError:
+def _refusal(client: HttpClient, path: str, status: int, body: str) -> ManymeshError:
     if status in (401, 403):
         return Refused(
             "the server doesn't take the key",

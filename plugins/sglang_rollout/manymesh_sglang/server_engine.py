@@ -105,7 +105,7 @@ class SglangServerEngine:
                     return
             raise ServerError("a stream ended before its request", where=self._client.address)
         except ManymeshError as error:
-            running.news.put_nowait(await self._explained(error, request.id))
+            running.news.put_nowait(await self._explain(error, request.id))
         except asyncio.CancelledError:
             if not running.is_aborted:
                 raise
@@ -115,7 +115,7 @@ class SglangServerEngine:
             running.has_begun = True
             self._running.pop(request.id, None)
 
-    async def _explained(self, error: ManymeshError, request_id: str) -> ManymeshError:
+    async def _explain(self, error: ManymeshError, request_id: str) -> ManymeshError:
         deadline = asyncio.get_running_loop().time() + DEATH_S
         while (
             self._process is not None
@@ -185,7 +185,7 @@ class SglangServerEngine:
         try:
             reply = await self._client.call("POST", "/generate", body, timeout_s=None)
         except ManymeshError as error:
-            raise await self._explained(error, request_id) from error
+            raise await self._explain(error, request_id) from error
         finally:
             self._rows -= set(rids)
         return reply if isinstance(reply, list) else [reply]

@@ -53,7 +53,7 @@ class SglangServerRollout(ReleasingServerRollout):
         engine = SglangServerEngine(client, process, self._upload(client, process), self._config.update_timeout_s)
         try:
             info = engine.call(engine.ready(self._config.start_timeout_s))
-            self._asking = self._fitted(asking, info, client)
+            self._asking = self._fit(asking, info, client)
         except BaseException as error:
             explanation = process.explain() if process is not None else ""
             engine.shutdown()
@@ -88,7 +88,7 @@ class SglangServerRollout(ReleasingServerRollout):
             device=self._device if on_gpu else torch.device("cpu"),
         )
 
-    def _fitted(self, asking: Asking, info: dict[str, object], client: HttpClient) -> Asking:
+    def _fit(self, asking: Asking, info: dict[str, object], client: HttpClient) -> Asking:
         """What the server can hold. Raises Refused where it was started for another use than ours."""
         if info.get("incremental_streaming_output") is not True:
             raise Refused(

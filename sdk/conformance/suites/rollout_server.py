@@ -37,7 +37,7 @@ async def all_of(deltas: AsyncIterator[GenerationDelta]) -> list[GenerationDelta
     return [delta async for delta in deltas]
 
 
-async def begun(stream: AsyncIterator[GenerationDelta], num_tokens: int) -> list[GenerationDelta]:
+async def read_until(stream: AsyncIterator[GenerationDelta], num_tokens: int) -> list[GenerationDelta]:
     """Deltas until so many tokens have come."""
     deltas: list[GenerationDelta] = []
     while len(tokens_of(deltas)) < num_tokens:
@@ -120,7 +120,7 @@ class ServerSuite(RolloutSuite):
     def test_an_aborted_request_keeps_what_it_has_and_the_others_go_on(self, rollout: RolloutServer) -> None:
         async def go() -> tuple[list[GenerationDelta], list[GenerationDelta]]:
             stream, other = rollout.submit([40, 41], self.endless, request_id="one"), rollout.submit([7], self.endless)
-            deltas, others = await begun(stream, 10), await begun(other, 1)
+            deltas, others = await read_until(stream, 10), await read_until(other, 1)
             await rollout.abort(["one", "unknown"])
             return deltas + await all_of(stream), others + await all_of(other)
 
@@ -160,7 +160,7 @@ class ServerSuite(RolloutSuite):
     ) -> None:
         async def go() -> tuple[list[GenerationDelta], list[GenerationDelta], bool]:
             stream = live.submit([9], self.endless)
-            deltas = await begun(stream, 5)
+            deltas = await read_until(stream, 5)
             await live.pause(mode)
             late = asyncio.ensure_future(all_of(live.submit([8], self.greedy(4, ignore_eos=True))))
             rest = asyncio.ensure_future(all_of(stream))
@@ -193,7 +193,7 @@ class ServerSuite(RolloutSuite):
 
         async def go() -> list[GenerationDelta]:
             async with aclosing(live.submit(prompt, self.endless)) as stream:  # type: ignore[type-var]
-                deltas = await begun(stream, 20)
+                deltas = await read_until(stream, 20)
                 await asyncio.to_thread(update, live, self.models.weights(2), 1)
                 return deltas + await all_of(stream)
 

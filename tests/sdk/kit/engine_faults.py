@@ -20,7 +20,7 @@ SUM = "test_the_gradient_is_the_sum_of_shares_over"
 class PassFault(Fault):
     """Changes what a pass is given, the loss, or what comes of it."""
 
-    def given(self, batches: list[TensorDict], training: bool) -> list[TensorDict]:
+    def change_batches(self, batches: list[TensorDict], training: bool) -> list[TensorDict]:
         return batches
 
     def share(self, share: torch.Tensor, num_micro: int) -> torch.Tensor:
@@ -29,7 +29,9 @@ class PassFault(Fault):
     def results(self, results: list[MicroResult], batches: Sequence[TensorDict]) -> list[MicroResult]:
         return results
 
-    def changed(self, results: list[MicroResult], change: Callable[[torch.Tensor], torch.Tensor]) -> list[MicroResult]:
+    def change_outputs(
+        self, results: list[MicroResult], change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> list[MicroResult]:
         """Results with every output changed."""
 
         def of(batch: TensorDict) -> TensorDict:
@@ -48,7 +50,7 @@ class PassFault(Fault):
         outputs: frozenset[str] = frozenset(),
     ) -> list[MicroResult] | None:
         loss = None if loss_fn is None else FaultyLoss(loss_fn, self, len(micro_batches))
-        batches = self.given(list(micro_batches), not forward_only)
+        batches = self.change_batches(list(micro_batches), not forward_only)
         results = super().forward_backward(  # type: ignore[misc]
             batches, loss, scale, temperature=temperature, forward_only=forward_only, outputs=outputs
         )
@@ -69,7 +71,7 @@ class PermutesRows(PassFault):
     """gives a micro-batch's rows in another order"""
 
     def results(self, results: list[MicroResult], batches: Sequence[TensorDict]) -> list[MicroResult]:
-        return self.changed(results, lambda value: value.flip(0))
+        return self.change_outputs(results, lambda value: value.flip(0))
 
 
 @caught_by("test_each_micro_batch_has_its_own_results_in_order")
@@ -85,7 +87,7 @@ class ShiftsOutputs(PassFault):
     """gives log-probs one token too early"""
 
     def results(self, results: list[MicroResult], batches: Sequence[TensorDict]) -> list[MicroResult]:
-        return self.changed(results, lambda value: value.roll(-1, 1))
+        return self.change_outputs(results, lambda value: value.roll(-1, 1))
 
 
 @caught_by("test_outputs_are_of_the_temperature_of_the_call")
@@ -100,7 +102,7 @@ class IgnoresTemperature(PassFault):
 class DropsLastMicroBatch(PassFault):
     """trains on all micro-batches but the last"""
 
-    def given(self, batches: list[TensorDict], training: bool) -> list[TensorDict]:
+    def change_batches(self, batches: list[TensorDict], training: bool) -> list[TensorDict]:
         return batches[: max(1, len(batches) - 1)] if training else batches
 
 
@@ -124,7 +126,7 @@ class AveragesRanks(PassFault):
 class CountsFiller(PassFault):
     """counts filler rows as real ones"""
 
-    def given(self, batches: list[TensorDict], training: bool) -> list[TensorDict]:
+    def change_batches(self, batches: list[TensorDict], training: bool) -> list[TensorDict]:
         return [batch.copy().set("row_weight", torch.ones_like(batch["row_weight"])) for batch in batches]
 
 

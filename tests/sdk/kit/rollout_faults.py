@@ -28,14 +28,14 @@ class RolloutFault(Fault):
 class GenerateFault(RolloutFault):
     """Changes what is asked of generate, or what comes of it."""
 
-    def asked(self, sampling: SamplingParams) -> SamplingParams:
+    def change_request(self, sampling: SamplingParams) -> SamplingParams:
         return sampling
 
-    def given(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
+    def change_answer(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
         return out
 
     def generate(self, batch: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
-        out: TensorDict = super().generate(batch, self.asked(sampling), min_version=min_version)  # type: ignore[misc]
+        out: TensorDict = super().generate(batch, self.change_request(sampling), min_version=min_version)  # type: ignore[misc]
         kind = LogProbKind(sampling.log_probs).value
         with_metadata(out, rollout_temperature=sampling.temperature or 1.0, log_prob_kind=kind)
-        return self.given(out, sampling) if len(out) else out
+        return self.change_answer(out, sampling) if len(out) else out

@@ -19,7 +19,7 @@ from tests.sdk.kit.rollout_faults import GenerateFault
 class PermutesRows(GenerateFault):
     """gives rows in the order in which they ended"""
 
-    def given(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
+    def change_answer(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
         return select(out, out["input_ids"].offsets().diff().argsort(stable=True))
 
 
@@ -27,7 +27,7 @@ class PermutesRows(GenerateFault):
 class SampleMajor(GenerateFault):
     """gives samples sample-major"""
 
-    def given(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
+    def change_answer(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
         return select(out, torch.arange(len(out)).view(-1, sampling.num_samples).T.flatten())
 
 
@@ -35,7 +35,7 @@ class SampleMajor(GenerateFault):
 class ShiftsLogProbs(GenerateFault):
     """gives log-probs one token too early"""
 
-    def given(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
+    def change_answer(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
         return out.set("rollout_log_probs", jagged([row.roll(-1) for row in out["rollout_log_probs"].unbind()]))
 
 
@@ -43,7 +43,7 @@ class ShiftsLogProbs(GenerateFault):
 class MarksPrompts(GenerateFault):
     """counts prompts as sampled"""
 
-    def given(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
+    def change_answer(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
         mask = out["response_mask"]
         return out.set("response_mask", torch.nested.nested_tensor_from_jagged(mask.values() | True, mask.offsets()))
 
@@ -52,7 +52,7 @@ class MarksPrompts(GenerateFault):
 class CountsFiller(GenerateFault):
     """gives filler rows a weight"""
 
-    def given(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
+    def change_answer(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
         return out.set("row_weight", torch.ones(len(out)))
 
 
@@ -60,7 +60,7 @@ class CountsFiller(GenerateFault):
 class LosesTruncation(GenerateFault):
     """says of truncated rows that they stopped"""
 
-    def given(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
+    def change_answer(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
         return out.set("finish_reason", object_column(["stop" for _ in objects(out.get("finish_reason"))]))
 
 
@@ -68,7 +68,7 @@ class LosesTruncation(GenerateFault):
 class DropsStops(GenerateFault):
     """leaves the token out that ended a row"""
 
-    def given(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
+    def change_answer(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
         reasons = objects(out.get("finish_reason"))
         for name in ("input_ids", "response_mask", "rollout_log_probs"):
             rows = zip(out[name].unbind(), reasons, strict=True)
@@ -111,7 +111,7 @@ class DropsModelInputs(GenerateFault):
 class SaysNothing(GenerateFault):
     """leaves the metadata out"""
 
-    def given(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
+    def change_answer(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
         return out.exclude("rollout_temperature", "log_prob_kind")
 
 
@@ -128,7 +128,7 @@ class EmptyForNone(GenerateFault):
 class InvertsEos(GenerateFault):
     """ignores the EOS where it counts, and only there"""
 
-    def asked(self, sampling: SamplingParams) -> SamplingParams:
+    def change_request(self, sampling: SamplingParams) -> SamplingParams:
         return attrs.evolve(sampling, ignore_eos=not sampling.ignore_eos)
 
 
@@ -136,7 +136,7 @@ class InvertsEos(GenerateFault):
 class IgnoresStrings(GenerateFault):
     """ignores stop strings"""
 
-    def asked(self, sampling: SamplingParams) -> SamplingParams:
+    def change_request(self, sampling: SamplingParams) -> SamplingParams:
         return attrs.evolve(sampling, stop=())
 
 
@@ -144,7 +144,7 @@ class IgnoresStrings(GenerateFault):
 class IgnoresStopTokens(GenerateFault):
     """ignores stop tokens"""
 
-    def asked(self, sampling: SamplingParams) -> SamplingParams:
+    def change_request(self, sampling: SamplingParams) -> SamplingParams:
         return attrs.evolve(sampling, stop_token_ids=())
 
 
@@ -170,7 +170,7 @@ class ClampsTokens(GenerateFault):
 class IgnoresTemperature(GenerateFault):
     """ignores the temperature"""
 
-    def asked(self, sampling: SamplingParams) -> SamplingParams:
+    def change_request(self, sampling: SamplingParams) -> SamplingParams:
         return attrs.evolve(sampling, temperature=1.0 if sampling.temperature else 0.0)
 
 
@@ -183,7 +183,7 @@ class IgnoresTemperature(GenerateFault):
 class IgnoresTruncation(GenerateFault):
     """ignores top-k, top-p and min-p"""
 
-    def asked(self, sampling: SamplingParams) -> SamplingParams:
+    def change_request(self, sampling: SamplingParams) -> SamplingParams:
         return attrs.evolve(sampling, top_k=0, top_p=1.0, min_p=0.0)
 
 
@@ -191,7 +191,7 @@ class IgnoresTruncation(GenerateFault):
 class IgnoresPenalty(GenerateFault):
     """ignores the repetition penalty"""
 
-    def asked(self, sampling: SamplingParams) -> SamplingParams:
+    def change_request(self, sampling: SamplingParams) -> SamplingParams:
         return attrs.evolve(sampling, repetition_penalty=1.0)
 
 
@@ -199,7 +199,7 @@ class IgnoresPenalty(GenerateFault):
 class IgnoresKind(GenerateFault):
     """gives raw log-probs whatever is asked for"""
 
-    def asked(self, sampling: SamplingParams) -> SamplingParams:
+    def change_request(self, sampling: SamplingParams) -> SamplingParams:
         return attrs.evolve(sampling, log_probs=LogProbKind.RAW)
 
 
@@ -207,7 +207,7 @@ class IgnoresKind(GenerateFault):
 class IgnoresSeed(GenerateFault):
     """ignores the seed"""
 
-    def asked(self, sampling: SamplingParams) -> SamplingParams:
+    def change_request(self, sampling: SamplingParams) -> SamplingParams:
         return attrs.evolve(sampling, seed=None)
 
 
@@ -215,7 +215,7 @@ class IgnoresSeed(GenerateFault):
 class FixedSeed(GenerateFault):
     """draws from one seed whatever is asked for"""
 
-    def asked(self, sampling: SamplingParams) -> SamplingParams:
+    def change_request(self, sampling: SamplingParams) -> SamplingParams:
         return attrs.evolve(sampling, seed=0)
 
 
@@ -233,7 +233,7 @@ class SeedsByPlace(GenerateFault):
 class DrawsFromTrainer(GenerateFault):
     """draws from the process's generator"""
 
-    def asked(self, sampling: SamplingParams) -> SamplingParams:
+    def change_request(self, sampling: SamplingParams) -> SamplingParams:
         torch.rand(1)
         return sampling
 
@@ -242,7 +242,7 @@ class DrawsFromTrainer(GenerateFault):
 class IgnoresMinimum(GenerateFault):
     """ignores min_new_tokens"""
 
-    def asked(self, sampling: SamplingParams) -> SamplingParams:
+    def change_request(self, sampling: SamplingParams) -> SamplingParams:
         return attrs.evolve(sampling, min_new_tokens=0)
 
 
@@ -250,7 +250,7 @@ class IgnoresMinimum(GenerateFault):
 class KeepsKind(GenerateFault):
     """gives log-probs of the kind that was asked for first"""
 
-    def asked(self, sampling: SamplingParams) -> SamplingParams:
+    def change_request(self, sampling: SamplingParams) -> SamplingParams:
         self._first = self.__dict__.get("_first", sampling.log_probs)
         return attrs.evolve(sampling, log_probs=self._first)
 
@@ -269,5 +269,5 @@ class CountsFromOne(GenerateFault):
 class SeedsByRank(GenerateFault):
     """draws from other seeds on other ranks"""
 
-    def asked(self, sampling: SamplingParams) -> SamplingParams:
+    def change_request(self, sampling: SamplingParams) -> SamplingParams:
         return sampling if sampling.seed is None else attrs.evolve(sampling, seed=sampling.seed + self.mesh.rank)

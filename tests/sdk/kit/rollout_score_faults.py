@@ -14,12 +14,12 @@ from tests.sdk.kit.rollout_faults import RolloutFault
 class ScoreFault(RolloutFault):
     """Changes what is asked of score, or what comes of it."""
 
-    def given(self, out: TensorDict, sequences: TensorDict) -> TensorDict:
+    def change_answer(self, out: TensorDict, sequences: TensorDict) -> TensorDict:
         return out
 
     def score(self, sequences: TensorDict, *, temperature: float = 1.0, top_k: int = 0) -> TensorDict:
         out: TensorDict = super().score(sequences, temperature=temperature, top_k=top_k)  # type: ignore[misc]
-        return self.given(out, sequences) if len(out) else out
+        return self.change_answer(out, sequences) if len(out) else out
 
 
 def replaced(out: TensorDict, name: str, values: torch.Tensor) -> TensorDict:
@@ -38,7 +38,7 @@ class IgnoresTemperature(ScoreFault):
 class Shifts(ScoreFault):
     """gives scores one token too early"""
 
-    def given(self, out: TensorDict, sequences: TensorDict) -> TensorDict:
+    def change_answer(self, out: TensorDict, sequences: TensorDict) -> TensorDict:
         return replaced(out, "log_probs", flat(out["log_probs"])[0].roll(-1))
 
 
@@ -46,7 +46,7 @@ class Shifts(ScoreFault):
 class SortsByLength(ScoreFault):
     """gives scores longest row first"""
 
-    def given(self, out: TensorDict, sequences: TensorDict) -> TensorDict:
+    def change_answer(self, out: TensorDict, sequences: TensorDict) -> TensorDict:
         return select(out, flat(out["log_probs"])[1].diff().argsort(descending=True, stable=True))
 
 
@@ -54,7 +54,7 @@ class SortsByLength(ScoreFault):
 class CopiesOffsets(ScoreFault):
     """gives scores with offsets of their own"""
 
-    def given(self, out: TensorDict, sequences: TensorDict) -> TensorDict:
+    def change_answer(self, out: TensorDict, sequences: TensorDict) -> TensorDict:
         for name in out.keys():  # noqa: SIM118
             values, offsets = flat(out[name])
             out.set(name, nested(values, offsets.clone()))
@@ -65,7 +65,7 @@ class CopiesOffsets(ScoreFault):
 class LeastLikely(ScoreFault):
     """gives the most likely tokens least likely first"""
 
-    def given(self, out: TensorDict, sequences: TensorDict) -> TensorDict:
+    def change_answer(self, out: TensorDict, sequences: TensorDict) -> TensorDict:
         for name in {"top_ids", "top_log_probs"} & set(out.keys()):
             replaced(out, name, flat(out[name])[0].flip(-1))
         return out

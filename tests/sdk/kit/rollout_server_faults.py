@@ -40,12 +40,12 @@ class ServerFault(RolloutFault):
         return that_serves(entry)
 
     def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Deltas:
-        return self.given(super().submit(prompt_ids, self.asked(sampling), **options))  # type: ignore[misc]
+        return self.change_answer(super().submit(prompt_ids, self.change_request(sampling), **options))  # type: ignore[misc]
 
-    def asked(self, sampling: SamplingParams) -> SamplingParams:
+    def change_request(self, sampling: SamplingParams) -> SamplingParams:
         return sampling
 
-    def given(self, stream: Deltas) -> Deltas:
+    def change_answer(self, stream: Deltas) -> Deltas:
         return stream
 
 
@@ -53,7 +53,7 @@ class ServerFault(RolloutFault):
 class WithholdsTokens(ServerFault):
     """gives a request's tokens when it has ended"""
 
-    async def given(self, stream: Deltas) -> Deltas:
+    async def change_answer(self, stream: Deltas) -> Deltas:
         for delta in [delta async for delta in stream]:
             yield delta
 
@@ -62,7 +62,7 @@ class WithholdsTokens(ServerFault):
 class HidesAborts(ServerFault):
     """says of aborted requests that they stopped"""
 
-    async def given(self, stream: Deltas) -> Deltas:
+    async def change_answer(self, stream: Deltas) -> Deltas:
         async with aclosing(stream):  # type: ignore[type-var]
             async for delta in stream:
                 yield attrs.evolve(delta, finish_reason="stop") if delta.finish_reason == "abort" else delta
@@ -114,7 +114,7 @@ class PausesAnyhow(ServerFault):
 class SaysFirstVersion(ServerFault):
     """says of all of a request's tokens that the weights sampled them with which it began"""
 
-    async def given(self, stream: Deltas) -> Deltas:
+    async def change_answer(self, stream: Deltas) -> Deltas:
         first = None
         async with aclosing(stream):  # type: ignore[type-var]
             async for delta in stream:
@@ -137,7 +137,7 @@ class SaysNewest(ServerFault):
 class TakesSamples(ServerFault):
     """gives one response where several are asked for"""
 
-    def asked(self, sampling: SamplingParams) -> SamplingParams:
+    def change_request(self, sampling: SamplingParams) -> SamplingParams:
         return attrs.evolve(sampling, num_samples=1)
 
 
@@ -163,7 +163,7 @@ class DrawsAlike(ServerFault):
 class OneKind(ServerFault):
     """gives requests log-probs of one kind"""
 
-    def asked(self, sampling: SamplingParams) -> SamplingParams:
+    def change_request(self, sampling: SamplingParams) -> SamplingParams:
         return attrs.evolve(sampling, log_probs=LogProbKind.RAW)
 
 

@@ -54,7 +54,7 @@ class KeepsVersion(GenerateFault):
     def weight_version(self) -> int | None:
         return None if super().weight_version is None else 0
 
-    def given(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
+    def change_answer(self, out: TensorDict, sampling: SamplingParams) -> TensorDict:
         return out.set("weight_version", torch.zeros_like(out["weight_version"]))
 
 

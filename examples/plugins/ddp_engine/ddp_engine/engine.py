@@ -85,10 +85,10 @@ class DdpEngine(EngineBase[DdpState]):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.requires_grad_(config.trainable).to(self._device)
         optimizer = ScheduledAdamW(dict(model.named_parameters()), config.optimizer) if config.trainable else None
-        ddp = self._wrapped(model) if config.trainable else None
+        ddp = self._wrap(model) if config.trainable else None
         self._state = DdpState(model, ddp, WeightTable(model), optimizer)
 
-    def _wrapped(self, model: torch.nn.Module) -> DistributedDataParallel:
+    def _wrap(self, model: torch.nn.Module) -> DistributedDataParallel:
         """Collective: DDP sends rank 0's parameters to all, and sums gradients."""
         ddp = DistributedDataParallel(
             model,
@@ -96,7 +96,7 @@ class DdpEngine(EngineBase[DdpState]):
             find_unused_parameters=self._config.find_unused_parameters,
             broadcast_buffers=False,  # rotary tables are the same everywhere
         )
-        ddp.register_comm_hook(dist.group.WORLD, _summed)
+        ddp.register_comm_hook(dist.group.WORLD, _sum_gradients)
         return ddp
 
     def _set_training(self, training: bool) -> bool:
@@ -207,13 +207,13 @@ class DdpEngine(EngineBase[DdpState]):
         return self._checkpointer.load(path, state.model, state.optimizer)
 
 
-def _summed(group: Any, bucket: Any) -> Any:
+def _sum_gradients(group: Any, bucket: Any) -> Any:
     """DDP's communication hook, in place of its own, which averages."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
 
-_summed.__annotations__.clear()  # DDP compares them with classes, and postponed ones are strings
+_sum_gradients.__annotations__.clear()  # DDP compares them with classes, and postponed ones are strings
 
 
 def _add(parameters: Sequence[torch.nn.Parameter], earlier: Sequence[torch.Tensor | None]) -> None:

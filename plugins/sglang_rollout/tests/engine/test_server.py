@@ -24,7 +24,7 @@ from manymesh_sglang.server_engine import SglangServerEngine
 from manymesh_sglang.server_rollout import SglangServerRollout
 from manymesh_sglang.weight_upload import DistributedUpload, TensorUpload
 from sdk.conformance.suites.rollout_base import Models, greedy_error, prompts, rows_of, specs, update
-from sdk.conformance.suites.rollout_server import all_of, begun, tokens_of
+from sdk.conformance.suites.rollout_server import all_of, read_until, tokens_of
 
 pytestmark = pytest.mark.timeout(900)  # processes that load SGLang start slowly on a busy machine
 
@@ -154,7 +154,7 @@ def test_an_update_in_the_midst_of_requests_says_which_weights_sampled_which_tok
 
     async def go() -> list[GenerationDelta]:
         stream = server.submit([1, 5, 6], LONG)
-        deltas = await begun(stream, 20)
+        deltas = await read_until(stream, 20)
         await asyncio.to_thread(update, server, models.weights(2), 12)
         return deltas + await all_of(stream)
 
@@ -169,7 +169,7 @@ def test_requests_whose_names_begin_alike_are_aborted_one_by_one(server: SglangS
 
     async def go() -> tuple[list[GenerationDelta], list[GenerationDelta]]:
         one, other = server.submit([9], LONG, request_id="a-1"), server.submit([7], LONG, request_id="a-12")
-        first, second = await begun(one, 5), await begun(other, 5)
+        first, second = await read_until(one, 5), await read_until(other, 5)
         await server.abort(["a-1"])
         return first + await all_of(one), second + await all_of(other)
 
@@ -203,7 +203,7 @@ def test_a_dead_servers_requests_end_with_a_named_error_and_a_new_server_serves_
 
     async def go() -> None:
         stream = server.submit([9], LONG, request_id="doomed")
-        await begun(stream, 5)
+        await read_until(stream, 5)
         os.kill(scheduler.pid, signal.SIGKILL)
         await asyncio.wait_for(all_of(stream), 120)
 

@@ -107,7 +107,7 @@ def test_a_request_that_cannot_be_is_refused_and_nothing_of_its_call_runs(cluste
         cluster.replicas[0].poll_requests(1, "client")
 
 
-def begun(stream: Stream, num_tokens: int) -> None:
+def read_until(stream: Stream, num_tokens: int) -> None:
     while len(stream.token_ids) < num_tokens:
         next(stream)
 
@@ -116,7 +116,7 @@ def test_a_pause_holds_all_replicas_and_may_abort(cluster: Cluster) -> None:
     client = cluster.client
     streams = client.submit_all([[5], [6]], LONG)
     for stream in streams:
-        begun(stream, 5)
+        read_until(stream, 5)
     client.pause("keep")
     impatient = RolloutClient(cluster.replicas, timeout_s=0.3).submit([7], GREEDY)
     with pytest.raises(TimeoutError, match="paused"):
@@ -125,7 +125,7 @@ def test_a_pause_holds_all_replicas_and_may_abort(cluster: Cluster) -> None:
     assert [len(stream.result().token_ids) for stream in streams] == [900, 900]
     aborted = client.submit_all([[5], [6]], LONG)
     for stream in aborted:
-        begun(stream, 5)
+        read_until(stream, 5)
     client.pause("abort")
     assert [stream.result().finish_reason for stream in aborted] == ["abort"] * 2
     client.resume_generation()
@@ -141,7 +141,7 @@ def test_a_trainers_weights_reach_all_replicas_in_the_midst_of_requests(cluster:
     trainer.update_actor(batch, temperature=sampling.temperature)
     streams = client.submit_all([[5], [6]], LONG)
     for stream in streams:
-        begun(stream, 5)
+        read_until(stream, 5)
     client.pause("keep")
     with WeightSync(trainer, cluster.replicas, kind="object_store", bucket_mb=0.05) as sync:
         assert sync.sync() == 1
@@ -161,7 +161,7 @@ def test_a_dead_replicas_requests_fail_by_name_the_others_go_on_and_its_engine_e
     client, (_, doomed) = cluster.client, cluster.replicas
     streams = client.submit_all([[5], [6], [7], [8]], LONG)
     for stream in streams:
-        begun(stream, 2)
+        read_until(stream, 2)
     [identity] = doomed.identities
     engines = [
         each for each in psutil.Process(identity.pid).children(recursive=True) if "python" in each.name().lower()

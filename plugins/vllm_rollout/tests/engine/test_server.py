@@ -13,7 +13,7 @@ from core.rollout import GenerationDelta, SamplingParams
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.server_rollout import VllmServerRollout
 from sdk.conformance.suites.rollout_base import Models, chosen_error, prompts, specs, update
-from sdk.conformance.suites.rollout_server import all_of, begun, log_probs_in, tokens_of
+from sdk.conformance.suites.rollout_server import all_of, log_probs_in, read_until, tokens_of
 
 pytestmark = pytest.mark.timeout(600)  # processes that load vLLM start slowly on a busy machine
 
@@ -43,7 +43,7 @@ def test_an_abort_passes_over_a_request_that_has_ended_unread(server: VllmServer
 def test_a_stream_that_is_closed_ends_its_request(server: VllmServerRollout) -> None:
     async def go() -> int:
         stream = server.submit([9], LONG)
-        await begun(stream, 1)
+        await read_until(stream, 1)
         await stream.aclose()  # type: ignore[attr-defined]
         assert server._engine is not None
         return server._engine.llm.output_processor.get_num_unfinished_requests()
@@ -59,7 +59,7 @@ def test_an_update_of_which_nothing_came_leaves_requests_as_they_were_and_one_in
 
     async def go(num_loaded: int) -> list[GenerationDelta]:
         stream = server.submit([9], LONG)
-        deltas = await begun(stream, 5)
+        deltas = await read_until(stream, 5)
 
         def in_part() -> None:
             server.begin_weight_update(specs(weights), 4)
