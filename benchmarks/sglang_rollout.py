@@ -5,7 +5,7 @@ Each engine is held by a process of its own, told by a pipe what to do, ours and
 - generate-N: `Engine.generate` of N prompts with log-probabilities, and SGLang's own sampler.
 - update: begin_weight_update, update_weights_from_tensor of all tensors, end_weight_update, flush_cache.
 - server-N: one POST to /generate of a bare server, by the same HTTP client.
-- server-update-WAY: the same requests of HTTP to a bare server, without the plugin: per tensor a broadcast, one load
+- server-update-KIND: the same requests of HTTP to a bare server, without the plugin: per tensor a broadcast, one load
   of tensors in shared memory, or a checkpoint that is on disk already (ours writes it first).
 """
 
@@ -26,7 +26,7 @@ from benchmarks._pairs import Case, measure, report
 
 NUM_TOKENS = 48
 OPTIONS = {"max_model_len": 128, "max_num_seqs": 64, "kv_cache_tokens": 8192}
-WAYS = ("distributed", "tensor", "disk")
+KINDS_OF_UPLOAD = ("distributed", "tensor", "disk")
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
         )
         for ours, floor, names in (
             (OurEngine, BareEngine, ["generate-1", "generate-16", "update"]),
-            (OurServers, BareServer, ["server-1", "server-16", *(f"server-update-{way}" for way in WAYS)]),
+            (OurServers, BareServer, ["server-1", "server-16", *(f"server-update-{kind}" for kind in KINDS_OF_UPLOAD)]),
         ):
             chosen_names = [name for name in names if name.startswith(args.only)]
             with ExitStack() as stack:
@@ -107,7 +107,7 @@ class _Ours:
     """A rollout of the registry."""
 
     _model: str
-    _rollouts: dict[str, Any]  # by way of weights; "" generates
+    _rollouts: dict[str, Any]  # by the option `weights`; "" generates
 
     def _build(self, backend: str, **options: Any) -> Any:
         from core.registry import EngineRegistry
@@ -128,9 +128,9 @@ class _Ours:
         import torch
         from tensordict import TensorDict
 
-        what, _, way = name.removeprefix("server-").partition("-")
+        what, _, kind = name.removeprefix("server-").partition("-")
         if what == "update":
-            rollout = self._rollouts[way]
+            rollout = self._rollouts[kind]
             rollout.begin_weight_update(self._specs, 1)
             rollout.load_bucket(list(self._tensors.items()))
             rollout.finish_weight_update()
@@ -151,7 +151,7 @@ class OurEngine(_Ours):
 
 
 class OurServers(_Ours):
-    """One server; for the other ways of weights, rollouts that take it for somebody else's."""
+    """One server; for the other kinds of upload, rollouts that take it for somebody else's."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -230,9 +230,9 @@ class BareServer:
         self._group: Any = None
 
     def run(self, name: str) -> None:
-        what, _, way = name.removeprefix("server-").partition("-")
+        what, _, kind = name.removeprefix("server-").partition("-")
         if what == "update":
-            getattr(self, f"_by_{way}")()
+            getattr(self, f"_by_{kind}")()
             self._ask("/flush_cache", None)
             self._ask("/update_weight_version", {"new_version": "1", "abort_all_requests": False})
             return

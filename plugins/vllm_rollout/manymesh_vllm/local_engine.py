@@ -190,7 +190,7 @@ def _shared_memory_of_this_world() -> Iterator[None]:
 
 
 def _close_groups() -> None:
-    """vLLM's own groups, once nobody uses them, so that the next engine may be cut otherwise."""
+    """vLLM's own groups, once nobody uses them, so that the next engine may be sharded otherwise."""
     if not _engines:
         parallel_state.destroy_model_parallel()
         if parallel_state._WORLD is not None:

@@ -85,7 +85,7 @@ class UpdateSuite(WeightSuite):
             rollout = holder.get()
             holder.changed = True
         else:
-            holder.close()  # what engines of one process share may be cut otherwise for this family
+            holder.close()  # what engines of one process share may be sharded otherwise for this family
             rollout = fresh(self.models.directory(1, name, **options))
         assert self.error(rollout, self.models.reference(1, name, **options)) < 1e-4
         for version, (number, size) in enumerate([(2, 3), (3, 1), (1, 100)], start=1):
