@@ -6,7 +6,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import heappop, heapreplace
 
-TOLERANCE = 1.01  # the heaviest part over the mean, from which on exchanging stops
+TOLERANCE = 1.01  # the heaviest part over the mean, from which on parts are balanced
+
+
+def are_balanced(sums: Sequence[int]) -> bool:
+    """Whether the heaviest of parts that weigh so much is near enough to the mean."""
+    return max(sums) * len(sums) <= TOLERANCE * sum(sums)
 
 
 def balanced_parts(weights: Sequence[int], num_parts: int) -> list[list[int]]:
@@ -30,7 +35,7 @@ def balanced_parts(weights: Sequence[int], num_parts: int) -> list[list[int]]:
         heapreplace(open_parts, (sums[part], part))
     for _ in range(2 * num_parts):
         heaviest, lightest = (choose(range(num_parts), key=sums.__getitem__) for choose in (max, min))
-        if sums[heaviest] * num_parts <= TOLERANCE * sum(sums):
+        if are_balanced(sums):
             break
         change = _exchange(weights, parts[heaviest], parts[lightest], sums[heaviest] - sums[lightest])
         if not change:

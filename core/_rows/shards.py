@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Literal
 
 import attrs
 
-from core._rows.balance import balanced_parts
+from core._rows.balance import are_balanced, balanced_parts
 from core.errors import Refused
 
 Uneven = Literal["error", "pad", "ragged"]
@@ -103,7 +103,8 @@ def deal_rows(
             with filler to a multiple of dp_size. "ragged": no filler; shards, and a block's parts, differ by at most
             one row.
         tokens: of each row. A block's rows are then dealt so that dp ranks get near-equal numbers of tokens, and as
-            many rows as without. Where not given, each dp rank gets the next run of rows.
+            many rows as without. Where not given, or where runs are near-equal as they are, each dp rank gets the next
+            run of rows.
         groups: of each row the group that it belongs to. Rows of one group stay together, in order.
 
     Raises:
@@ -128,9 +129,8 @@ def deal_rows(
     stop, first_extra = 0, 0  # dp rank that gets the next extra row: over all blocks, sizes differ by one at most
     for number in range(num_blocks):
         start, stop = stop, stop + count // num_blocks + (number < count % num_blocks)
-        if weights is None:
-            parts = _next_runs(start, stop, dp_size, uneven, first_extra)
-        else:
+        parts = _next_runs(start, stop, dp_size, uneven, first_extra)
+        if weights and not are_balanced([sum(map(weights.__getitem__, chain(*part))) for part in parts]):
             parts = _balanced(weights, start, stop, dp_size, uneven, first_extra)
         for dp, (real, filler) in enumerate(parts):
             blocks[dp].append(_block(real, filler, members))

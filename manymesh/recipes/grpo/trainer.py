@@ -130,34 +130,33 @@ class GrpoTrainer:
             sampling = _with_seed(config.sampling, config.run.seed, step)
         with phase("generate"):
             samples = workers.rollouts.generate_sequences(prompts, sampling)
-        prompt_id = samples["prompt_id"]
+        # The workers score while the driver computes rewards.
+        batch = samples.select("input_ids", "response_mask", "rollout_temperature")
+        prompt_id, temperature, trainers = samples["prompt_id"], config.sampling.temperature, workers.trainers
+        old_log_probs = trainers.compute_log_prob.later(batch, temperature)
+        ref_log_probs = trainers.compute_ref_log_prob.later(batch, temperature) if config.uses_ref else None
         with phase("reward"):
             rows = [row_of[number] for number in prompt_id.tolist()]
             completions = decode_responses(samples, self.tokenizer)
             rewards = self.reward(completions, rows)
-
-        batch = samples.select("input_ids", "response_mask", "rollout_temperature")
-        temperature = config.sampling.temperature
         with phase("old_log_prob"):
-            scores = workers.trainers.compute_log_prob(batch, temperature)
+            scores = old_log_probs.result()
             batch["old_log_probs"] = scores["old_log_probs"]
-        if config.uses_ref:
+        if ref_log_probs is not None:
             with phase("ref_log_prob"):
-                reference = workers.trainers.compute_ref_log_prob(batch, temperature)
-                batch["ref_log_probs"] = reference["ref_log_probs"]
+                batch["ref_log_probs"] = ref_log_probs.result()["ref_log_probs"]
         with phase("advantage"):
             algorithm, by_row = config.algorithm, torch.tensor(rewards, dtype=torch.float64)
             advantages = group_advantages(by_row, prompt_id, divide_by_std=algorithm.divide_by_std, eps=algorithm.eps)
             batch["advantages"] = spread_over_response(advantages, batch["response_mask"])
         with phase("update"):
-            update_metrics: dict[str, float] = workers.trainers.update_actor(
+            update = trainers.update_actor.later(
                 batch, algorithm.num_mini_batches, algorithm.epochs, temperature=temperature
             )
+            metrics = reward_metrics(by_row, prompt_id) | response_metrics(samples, scores)
+            metrics |= {f"actor/{name}": value for name, value in update.result().items()}
         with phase("sync"):
             workers.sync.sync()
-
-        metrics = reward_metrics(by_row, prompt_id) | response_metrics(samples, scores)
-        metrics |= {f"actor/{name}": value for name, value in update_metrics.items()}
         metrics |= timing_metrics(time.perf_counter() - start, metrics["response/num_tokens"], phase.seconds)
         texts = [row[config.data.prompt] for row in rows]
         return metrics, sample_lines(prompt_id.tolist(), texts, completions, rewards, config.run.num_samples)
