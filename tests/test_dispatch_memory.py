@@ -56,6 +56,7 @@ def check(dp_size: int, num_bytes: int) -> None:
         assert own_bytes() < 1.05 * before
 
 
+@pytest.mark.ci
 def test_ranks_that_share_a_shard_share_its_memory_and_the_drivers_does_not_grow(ray_cluster: None) -> None:
     check(2, 48 * MB)  # malloc gives what is above 32 MB back at once
 

@@ -19,6 +19,9 @@ from manymesh.workers import MicroBatchConfig, TrainingWorker, TrainingWorkerCon
 from sdk.testing import tiny_model
 from tests.support.batches import training_batch
 
+# One rank's numbers for every layout of stages are plugins/megatron/tests/test_numbers.py's, in the base suite.
+pytestmark = pytest.mark.ci
+
 ROWS = 16
 BATCH = training_batch(ROWS)
 WARM = 0.8  # the policy's temperature

@@ -155,6 +155,7 @@ def test_workers_know_their_place_and_form_one_world(pool: RayResourcePool) -> N
         group.num_calls()
 
 
+@pytest.mark.ci  # test_futures has two as well
 def test_two_groups_in_pools_of_their_own_work_side_by_side(ray_cluster: None) -> None:
     with (
         RayResourcePool([1]) as one,

@@ -29,6 +29,7 @@ from tests.support.transfer_workers import MortalRollout, MortalTrainer
 from tests.test_transfer import FIVE_BUCKETS, gap
 
 KINDS = ["collective", "object_store", "disk"]
+ONE_KIND = ["collective", *(pytest.param(kind, marks=pytest.mark.ci) for kind in KINDS[1:])]
 ENV = {"OMP_NUM_THREADS": "1"}
 
 
@@ -94,7 +95,7 @@ def test_two_sharded_trainers_feed_a_rollout_and_their_world_goes_on(
             assert gap(senders, receivers, version) < 1e-4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ONE_KIND)
 def test_a_rank_that_refuses_a_bucket_stops_the_sync_and_the_groups_stay_healthy(
     senders: WorkerGroup, receivers: WorkerGroup, kind: str, tmp_path: Path
 ) -> None:

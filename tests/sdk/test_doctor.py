@@ -244,6 +244,7 @@ def test_a_sound_plugin_is_checked_without_a_word_of_pytest() -> None:
     assert len(message) >= 8
 
 
+@pytest.mark.ci
 def test_a_plugin_that_says_what_is_not_true_is_told_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.fake_distributions import BACKEND, install, manifest, plugin
 
