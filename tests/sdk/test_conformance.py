@@ -134,11 +134,7 @@ def test_what_pytest_loads_in_every_session_imports_nothing_heavy() -> None:
 
 
 # A few of each kind here; all of them in the slow set.
-FEW = (
-    "averages the gradient over dp ranks",
-    "has one dp rank collected twice",
-    "imports torch in its manifest",
-)
+FEW = ("averages the gradient over dp ranks", "has one dp rank collected twice", "imports torch in its manifest")
 MORE = (
     "exports q as k, and gate as up",
     "forgets the schedule in its checkpoint",
