@@ -178,6 +178,7 @@ def test_pdb_stops_at_the_methods_first_line(tmp_path: Path, capsys: Any, monkey
     assert "(1, [2, 3])" in out
 
 
+@pytest.mark.ci
 def test_a_recorder_travels_to_ray_workers(ray_cluster: None, tmp_path: Path) -> None:
     from core.transport.ray import RayResourcePool, RayWorkerGroup
 

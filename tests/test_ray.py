@@ -213,6 +213,7 @@ def test_an_exception_on_one_rank_is_what_the_driver_raises_while_its_peers_wait
     assert isinstance(failure.value.__cause__, ZeroDivisionError)
 
 
+@pytest.mark.ci
 def test_the_death_is_blamed_and_not_what_its_peers_make_of_it(pool: RayResourcePool) -> None:
     group = echo_group(pool)
     group.sum_ranks()

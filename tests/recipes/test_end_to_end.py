@@ -219,6 +219,7 @@ def test_a_run_stops_once_the_reward_is_reached(toy: Path, tmp_path: Path) -> No
     assert result.summary().startswith("reward 0.")
 
 
+@pytest.mark.ci  # the README's loop trains on Ray in the base suite
 def test_the_command_joins_a_cluster_and_trains_on_two_workers_as_one_rank_does(
     ray_cluster: None, unbroken: Path, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ class TestAllToAll(dispatch_modes.AllToAll):
     """A mode that deals no rows: the tests of rows are closed."""
 
 
+@pytest.mark.ci  # the suite runs on the template above
 def test_a_new_dispatch_mode_is_a_whole_project_that_passes_the_kit(tmp_path: Path) -> None:
     project = tmp_path / "acme"
     files = generate(Names.of("acme-thing", "dispatch_mode"), project)

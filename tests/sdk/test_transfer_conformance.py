@@ -64,7 +64,7 @@ def check(chosen_mutants: Sequence[Mutant], request: pytest.FixtureRequest) -> N
         assert misses == [], f"a transfer that {each.mutant.name}: found by {list(each.failed)} only"
 
 
-@pytest.mark.ci  # a new dispatch mode stands for it
+@pytest.mark.ci  # tests/test_docs.py makes an engine and a rollout
 def test_a_new_transfer_keeps_the_contract_from_the_start(tmp_path: Path) -> None:
     """As an editable install: metadata that points at the sources."""
     project = tmp_path / "acme"

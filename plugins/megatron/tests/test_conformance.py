@@ -5,6 +5,7 @@ import pytest
 from sdk.conformance import EngineConformance
 
 
+@pytest.mark.ci
 class TestMegatron(EngineConformance):
     backend = "megatron"
 

@@ -119,7 +119,9 @@ def test_micro_batches_that_a_layout_cannot_run_are_refused_with_its_limits(on, 
     on(2, job)
 
 
-@pytest.mark.parametrize("options", [{"distributed_optimizer": False}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "options", [pytest.param({"distributed_optimizer": False}, marks=pytest.mark.ci), {"dtype": "bfloat16"}]
+)
 def test_gradients_that_are_not_finite_change_nothing(on, qwen3, options) -> None:
     """One rank's bad row is enough, and all ranks skip."""
 
@@ -145,8 +147,11 @@ def test_gradients_that_are_not_finite_change_nothing(on, qwen3, options) -> Non
 
 @pytest.mark.parametrize(
     ("configured", "distributed", "dtype"),
-    [(True, False, "float32"), (False, False, "bfloat16"), (True, True, "bfloat16")],
-    ids=["by config, plain, float32", "by to(), plain, bfloat16", "by config, distributed, bfloat16"],
+    [
+        pytest.param(True, False, "float32", id="by config, plain, float32", marks=pytest.mark.ci),
+        pytest.param(False, False, "bfloat16", id="by to(), plain, bfloat16", marks=pytest.mark.ci),
+        pytest.param(True, True, "bfloat16", id="by config, distributed, bfloat16"),
+    ],
 )
 def test_training_with_offloads_between_phases_is_the_same(on, qwen3, configured, distributed, dtype) -> None:
     def job(rank: int, world_size: int) -> None:

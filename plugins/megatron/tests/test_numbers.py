@@ -17,8 +17,11 @@ BATCHES = [make_batch(LENGTHS, seed=seed, advantage=0.5) for seed in range(3)]
 Case = tuple[int, str, dict[str, Any]]
 
 
-def case(name: str, world_size: int, family: str = "qwen3", *, slow: bool = False, **options: Any) -> Any:
-    return pytest.param(world_size, family, options, id=name, marks=[pytest.mark.slow] if slow else [])
+def case(
+    name: str, world_size: int, family: str = "qwen3", *, slow: bool = False, ci: bool = False, **options: Any
+) -> Any:
+    marks = [pytest.mark.slow] * slow + [pytest.mark.ci] * ci
+    return pytest.param(world_size, family, options, id=name, marks=marks)
 
 
 def sizes(tp: int = 1, pp: int = 1, vpp: int | None = None, cp: int = 1, ep: int = 1, **more: Any) -> dict[str, Any]:
@@ -45,14 +48,14 @@ CASES = [
     case("pp2", 2, "qwen2", **sizes(pp=2), slow=True),
     case("pp2, packed", 2, **sizes(pp=2), packing=True, slow=True),
     case("pp4", 4, **sizes(pp=4), slow=True),
-    case("pp2 vpp2", 2, **sizes(pp=2, vpp=2)),
+    case("pp2 vpp2", 2, **sizes(pp=2, vpp=2), ci=True),
     case("pp4 vpp2", 4, "qwen3 of 8 layers", **sizes(pp=4, vpp=2), slow=True),
     case("tp2 pp2, tied", 4, "qwen3 tied", **sizes(tp=2, pp=2)),
     case("tp2 sp pp2 vpp2", 4, "llama", **sizes(tp=2, pp=2, vpp=2), **SP, slow=True),
     case("tp2 pp2 dp2", 8, **sizes(tp=2, pp=2), slow=True),
     case("tp2 sp pp2 dp2", 8, **sizes(tp=2, pp=2), **SP, slow=True),
     case("dp2", 2, **sizes(), **PLAIN, slow=True),
-    case("dp2, overlapped in small buckets", 2, **sizes(), **OVERLAP),
+    case("dp2, overlapped in small buckets", 2, **sizes(), **OVERLAP, ci=True),
     case("dp2 pp2, overlapped, tied", 4, "qwen3 tied", **sizes(pp=2), **OVERLAP, slow=True),
     case("dp2 pp2 vpp2, overlapped", 4, **sizes(pp=2, vpp=2), **OVERLAP, slow=True),
     case("cp2", 2, **sizes(cp=2)),
@@ -64,7 +67,7 @@ CASES = [
     case("experts, ep2, allgather", 2, "qwen3_moe", **sizes(ep=2), moe_dispatcher="allgather", slow=True),
     case("experts, ep2 dp4", 4, "qwen3_moe", **sizes(ep=2), slow=True),
     case("experts, pp2 ep2", 4, "qwen3_moe", **sizes(pp=2, ep=2), slow=True),
-    case("experts, tp2 sp etp1 ep2", 2, "qwen3_moe", **sizes(tp=2, ep=2), **SP, expert_tensor_parallel=1),
+    case("experts, tp2 sp etp1 ep2", 2, "qwen3_moe", **sizes(tp=2, ep=2), **SP, expert_tensor_parallel=1, ci=True),
     case("experts, tp2 sp etp2", 2, "qwen3_moe", **sizes(tp=2), **SP, slow=True),
     case("experts, tp2 sp ep2 etp2", 4, "qwen3_moe", **sizes(tp=2, ep=2), **SP, slow=True),
     case(
@@ -83,7 +86,7 @@ CASES = [
     case("attention recomputed, tp2", 2, **sizes(tp=2), recompute="selective", slow=True),
     case("offloaded, dp2", 2, **sizes(), offload_parameters=True, offload_optimizer=True, slow=True),
     case("offloaded, tp2", 2, **sizes(tp=2), **PLAIN, offload_parameters=True, offload_optimizer=True, slow=True),
-    case("value model, tp2 sp", 2, "value", **sizes(tp=2), **SP),
+    case("value model, tp2 sp", 2, "value", **sizes(tp=2), **SP, ci=True),
     case("value model, pp2 cp2", 4, "value", **sizes(pp=2, cp=2), slow=True),
     case("value model, packed", 1, "value", packing=True, slow=True),
 ]
@@ -152,8 +155,12 @@ def test_three_steps_equal_the_plain_loop(on, plain, world_size, family, options
 
 @pytest.mark.parametrize(
     "options",
-    [sizes(tp=2), sizes(tp=2) | SP | {"packing": True}, sizes(pp=2), sizes(cp=2)],
-    ids=["tp2", "tp2 sp, packed", "pp2", "cp2"],
+    [
+        pytest.param(sizes(tp=2), id="tp2"),
+        pytest.param(sizes(tp=2) | SP | {"packing": True}, id="tp2 sp, packed", marks=pytest.mark.ci),
+        pytest.param(sizes(pp=2), id="pp2", marks=pytest.mark.ci),
+        pytest.param(sizes(cp=2), id="cp2", marks=pytest.mark.ci),
+    ],
 )
 def test_log_probs_of_a_teachers_ids_train_and_come_back_as_in_transformers(on, model_dir, options) -> None:
     """Jagged columns of (rows, tokens, k), through the worker."""
@@ -170,7 +177,14 @@ def test_log_probs_of_a_teachers_ids_train_and_come_back_as_in_transformers(on, 
         assert rank["steps"][0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("options", [sizes(tp=2), sizes(tp=2) | SP, sizes(cp=2)], ids=["tp2", "tp2 sp", "cp2"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(sizes(tp=2), id="tp2"),
+        pytest.param(sizes(tp=2) | SP, id="tp2 sp", marks=pytest.mark.ci),
+        pytest.param(sizes(cp=2), id="cp2", marks=pytest.mark.ci),
+    ],
+)
 def test_the_padding_token_in_a_row_trains_as_in_transformers(on, model_dir, options) -> None:
     """A policy may sample it. Its embedding is zero in a new model, and gets no gradient where it is read."""
     batch = make_batch(LENGTHS)

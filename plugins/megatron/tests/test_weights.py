@@ -10,12 +10,14 @@ import pytest
 import torch
 from named_models import SIZES, built, differing, random_dir, saved
 
-CASES = [
+BASE = [("qwen3", "tp2 pp2"), ("tied", "pp2 vpp2"), ("qwen3_moe", "tp2 ep2 etp2")]
+ALL = [
     *[("qwen3", sizes) for sizes in ("dp4", "tp4", "pp2", "tp2 pp2", "pp2 vpp2")],
     *[("tied", sizes) for sizes in ("tp2", "tp2 pp2", "pp2 vpp2")],
     *[("qwen2", "tp2"), ("qwen2", "tp4"), ("llama", "tp2 pp2"), ("llama", "tp2, dp inside"), ("qwen3_moe", "dp4")],
     *[("qwen3_moe", sizes) for sizes in SIZES if "ep" in sizes or "etp" in sizes],
 ]
+CASES = [pytest.param(*each, marks=[] if each in BASE else pytest.mark.ci) for each in ALL]
 
 
 @pytest.mark.parametrize(("family", "sizes"), CASES)
