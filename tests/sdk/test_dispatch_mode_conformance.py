@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from sdk.scaffold.generate import generate
 from sdk.scaffold.names import Names
 from tests.sdk.kit import dispatch_mode_faults, dispatch_modes, mutants
