@@ -11,7 +11,6 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import attrs
 import torch
 from tensordict import TensorDict
 
@@ -19,7 +18,8 @@ from benchmarks._pairs import Case, measure, report
 from core.batch import flat, jagged_from, nested
 from core.dispatch import Command, Dispatch, RankCall, on_mesh, register
 from core.group import RayClassWithInitArgs, WorkerGroup
-from core.transport import Answered, Identity, Outcome
+from core.transport import Answered, Identity
+from core.transport.local import Ended
 from core.worker import Worker
 
 
@@ -33,23 +33,6 @@ class Trivial(Worker):
     def echo(self, batch: Any) -> Any: ...
 
 
-@attrs.frozen
-class Done:
-    """Outcomes that are there."""
-
-    outcomes: dict[int, Outcome]
-
-    @property
-    def ranks(self) -> frozenset[int]:
-        return frozenset(self.outcomes)
-
-    def done(self) -> bool:
-        return True
-
-    def gather(self, timeout_s: float) -> dict[int, Outcome]:
-        return self.outcomes
-
-
 class Mirror:
     """A transport in memory that imports no torch: the first argument of a call is its answer."""
 
@@ -59,19 +42,19 @@ class Mirror:
         self.world_size = world_size
         self.identities = [Identity("here", "127.0.0.1", 0) for _ in range(world_size)]
 
-    def _all(self, value: Callable[[int], Any]) -> Done:
-        return Done({rank: Answered(value(rank)) for rank in range(self.world_size)})
+    def _all(self, value: Callable[[int], Any]) -> Ended:
+        return Ended({rank: Answered(value(rank)) for rank in range(self.world_size)})
 
-    def construct(self, build: RayClassWithInitArgs, observers: tuple[Any, ...]) -> Done:
+    def construct(self, build: RayClassWithInitArgs, observers: tuple[Any, ...]) -> Ended:
         return self._all(lambda rank: None)
 
-    def route(self, mesh: str) -> Done:
+    def route(self, mesh: str) -> Ended:
         return self._all(lambda rank: (rank, True))
 
-    def run(self, command: Command, calls: Mapping[int, RankCall], answering: frozenset[int]) -> Done:
-        return Done({rank: Answered(_on_wire(call.args[0]) if call.args else None) for rank, call in calls.items()})
+    def run(self, command: Command, calls: Mapping[int, RankCall], answering: frozenset[int]) -> Ended:
+        return Ended({rank: Answered(_on_wire(call.args[0]) if call.args else None) for rank, call in calls.items()})
 
-    def shutdown(self) -> Done:
+    def shutdown(self) -> Ended:
         return self._all(lambda rank: None)
 
     def end(self) -> None: ...

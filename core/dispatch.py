@@ -35,39 +35,38 @@ Decorator = TypeVar("Decorator")
 
 
 class MethodOptions(TypedDict, total=False):
-    """Options of `register`, for type checkers."""
+    """Options of `register`, for type checkers. Their defaults are MethodSpec's."""
 
     rows_per_input: RowsPerInput
     num_blocks: NumBlocks
     uneven: Uneven
     deal_by: DealBy
-    reducers: Mapping[str, Reducer] | None
+    reducers: Mapping[str, Reducer]
     timeout_s: float | None
     columns: Collection[str] | None
     reads_only: bool
 
 
+class PlainOptions(MethodOptions, total=False):
+    """Of a method that all ranks run, and whose result a plain call waits for."""
+
+    execute_mode: Literal[Execute.ALL]
+    blocking: Literal[True]
+
+
+class AllOptions(MethodOptions, total=False):
+    """Of any method."""
+
+    execute_mode: Execute
+    blocking: bool
+
+
 @overload
-def register(
-    dispatch_mode: None = None,
-    execute_mode: Literal[Execute.ALL] = ...,
-    blocking: Literal[True] = ...,
-    **options: Unpack[MethodOptions],
-) -> ListOfAnswers: ...
+def register(dispatch_mode: None = None, **options: Unpack[PlainOptions]) -> ListOfAnswers: ...
 @overload
-def register(
-    dispatch_mode: DispatchMode[Undeclared],
-    execute_mode: Literal[Execute.ALL] = ...,
-    blocking: Literal[True] = ...,
-    **options: Unpack[MethodOptions],
-) -> AnyResult: ...
+def register(dispatch_mode: DispatchMode[Undeclared], **options: Unpack[PlainOptions]) -> AnyResult: ...
 @overload
-def register(
-    dispatch_mode: DispatchMode[Decorator],
-    execute_mode: Literal[Execute.ALL] = ...,
-    blocking: Literal[True] = ...,
-    **options: Unpack[MethodOptions],
-) -> Decorator: ...
+def register(dispatch_mode: DispatchMode[Decorator], **options: Unpack[PlainOptions]) -> Decorator: ...
 @overload
 def register(
     dispatch_mode: DispatchMode[Any] | None = None,
@@ -77,38 +76,16 @@ def register(
     **options: Unpack[MethodOptions],
 ) -> OneAnswer: ...
 @overload
-def register(
-    dispatch_mode: DispatchMode[Any] | None,
-    execute_mode: Literal[Execute.RANK_ZERO],
-    blocking: Literal[True] = ...,
-    **options: Unpack[MethodOptions],
-) -> OneAnswer: ...
-@overload
-def register(
-    dispatch_mode: str, execute_mode: Execute = ..., blocking: bool = ..., **options: Unpack[MethodOptions]
-) -> AnyResult: ...
+def register(dispatch_mode: str, **options: Unpack[AllOptions]) -> AnyResult: ...
 @overload
 def register(
     dispatch_mode: DispatchMode[Any] | None = None,
+    *,
     execute_mode: Execute = ...,
-    *,
     blocking: Literal[False],
     **options: Unpack[MethodOptions],
 ) -> AnyFuture: ...
-def register(
-    dispatch_mode: DispatchMode[Any] | str | None = None,
-    execute_mode: Execute = Execute.ALL,
-    blocking: bool = True,
-    *,
-    rows_per_input: RowsPerInput = 1,
-    num_blocks: NumBlocks = 1,
-    uneven: Uneven = "error",
-    deal_by: DealBy = "rows",
-    reducers: Mapping[str, Reducer] | None = None,
-    timeout_s: float | None = None,
-    columns: Collection[str] | None = None,
-    reads_only: bool = False,
-) -> Any:
+def register(dispatch_mode: DispatchMode[Any] | str | None = None, **options: Unpack[AllOptions]) -> Any:
     """Make a worker's method callable on its group. Changes nothing but an attribute of the function.
 
     For type checkers the method has the mode's result where it is called by `group.workers`, and is what it was where a
@@ -117,63 +94,55 @@ def register(
     Args:
         dispatch_mode: how arguments are dealt and answers joined; Dispatch.ONE_TO_ALL when not given. A name is that of
             a plugin's mode, looked up when the class is bound to a group.
-        execute_mode: whether all ranks run it or only rank 0, whose value is then the result.
-        blocking: what a plain call does: wait for the result, or give a Future. `group.method.later(...)` always gives
-            one.
-        rows_per_input: rows of an answered batch for each row of the given one: a number, the name of the argument that
-            holds it, a function of the method's arguments, or None when it isn't fixed.
+        execute_mode: Execute.ALL (default): all ranks run it. Execute.RANK_ZERO: only rank 0, whose value is then the
+            result.
+        blocking: what a plain call does: wait for the result (True, the default), or give a Future.
+            `group.method.later(...)` always gives one.
+        rows_per_input: rows of an answered batch for each row of the given one: a number (1 when not given), the name
+            of the argument that holds it, a function of the method's arguments, or None when it isn't fixed.
         num_blocks: the batch is this many blocks (mini-batches), and each is dealt over dp by itself, so that dp never
-            changes which rows make a block: a number, the name of the argument that holds it, or a function.
-        uneven: what to do with rows that don't divide: "error", "pad" or "ragged"; see core._rows.shards.deal_rows.
-        deal_by: "rows": each dp rank gets the next run of rows. "tokens": of each block each dp rank gets as many rows,
-            chosen so that all carry near-equal numbers of tokens. Rows with one `group_id` stay together either way,
-            and count as one. Answers are in the driver's order.
+            changes which rows make a block: a number (1 when not given), the name of the argument that holds it, or a
+            function.
+        uneven: what to do with rows that don't divide: "error" (default), "pad" or "ragged"; see
+            core._rows.shards.deal_rows.
+        deal_by: "rows" (default): each dp rank gets the next run of rows. "tokens": of each block each dp rank gets as
+            many rows, chosen so that all carry near-equal numbers of tokens. Rows with one `group_id` stay together
+            either way, and count as one. Answers are in the driver's order.
         reducers: how the values of answered dicts are joined, by key; see core._calls.join.
         timeout_s: deadline of a call; the group's when not given.
         columns: of batches only these columns are sent, where they are there, and model inputs (`inputs/<name>`); all
             when not given.
-        reads_only: the method writes to no tensor or array that it is given, so it gets no private copies of them.
-            MANYMESH_CHECK_READS=1 in the workers' environment proves it.
+        reads_only: the method writes to no tensor or array that it is given, so it gets no private copies of them;
+            False when not given. MANYMESH_CHECK_READS=1 in the workers' environment proves it.
 
     Raises:
         Refused: no such reducer or policy, or the mode deals rows to all ranks but only rank 0 would run.
+        TypeError: no such option.
     """
     mode = dispatch_mode or Dispatch.ONE_TO_ALL
     ready = isinstance(mode, str) and isinstance(getattr(Dispatch, mode, None), DispatchMode)
     if ready or not isinstance(mode, DispatchMode | str):
         want = f"Dispatch.{mode}, the object" if ready else "Dispatch.X, on_mesh(name), or the name of a plugin's mode"
         raise Refused("a ready dispatch mode is a DispatchMode", have=repr(mode), want=want)
-    if isinstance(mode, DispatchMode) and mode.mesh is not None and execute_mode is Execute.RANK_ZERO:
+    spec = MethodSpec(mode, **options)
+    if spec.execute_mode is Execute.RANK_ZERO and isinstance(mode, DispatchMode) and (mode.mesh or mode.joins_rows):
         raise Refused(
-            "a method that is dealt over a mesh runs on all its ranks",
-            have="Execute.RANK_ZERO",
+            "a method that is dealt rows runs on all ranks",
+            have=f"Execute.RANK_ZERO, mode {mode.name}",
             want="Execute.ALL",
             mend="use Dispatch.RANK_ZERO for what rank 0 does alone",
         )
-    if rows_per_input is None and (num_blocks != 1 or uneven == "pad" or deal_by == "tokens"):
+    if spec.rows_per_input is None and (spec.num_blocks != 1 or spec.uneven == "pad" or spec.deal_by == "tokens"):
         raise Refused(
             "rows can be put back in order, or filler cut off, only where their number is known",
-            have=f"rows_per_input None, num_blocks {num_blocks}, uneven {uneven!r}, deal_by {deal_by!r}",
+            have=f"rows_per_input None, num_blocks {spec.num_blocks}, uneven {spec.uneven!r}, deal_by {spec.deal_by!r}",
             mend="declare rows_per_input, a number or a function of the arguments",
         )
-    if uneven not in get_args(Uneven):
-        raise Refused(f"unknown policy {uneven!r} for uneven rows", want=get_args(Uneven))
-    if deal_by not in get_args(DealBy):
-        raise Refused(f"rows are not dealt by {deal_by!r}", want=get_args(DealBy))
-    check_reducers(reducers or {})
-    spec = MethodSpec(
-        mode,
-        execute_mode,
-        blocking,
-        rows_per_input,
-        num_blocks,
-        uneven,
-        reducers or {},
-        timeout_s,
-        None if columns is None else frozenset(columns),
-        reads_only,
-        deal_by,
-    )
+    if spec.uneven not in get_args(Uneven):
+        raise Refused(f"unknown policy {spec.uneven!r} for uneven rows", want=get_args(Uneven))
+    if spec.deal_by not in get_args(DealBy):
+        raise Refused(f"rows are not dealt by {spec.deal_by!r}", want=get_args(DealBy))
+    check_reducers(spec.reducers)
 
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
         setattr(function, SPEC, spec)

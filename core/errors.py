@@ -38,14 +38,7 @@ class ManymeshError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions pickle by their positional args; ours are keywords.
-        return _rebuild, (type(self), self.args, dict(self.__dict__))
-
-
-def _rebuild(cls: type[ManymeshError], args: tuple[Any, ...], state: dict[str, Any]) -> ManymeshError:
-    error = cls.__new__(cls, *args)
-    error.args = args
-    error.__dict__.update(state)
-    return error
+        return type(self).__new__, (type(self),), {**self.__dict__, "args": self.args}
 
 
 class Refused(ManymeshError):

@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, cast
 import attrs
 
 from core._calls.call import Call, Command, Execute, MethodSpec
-from core._calls.deal import Arguments, list_meant_per_rank
+from core._calls.deal import arguments_of, list_meant_per_rank
 from core._calls.registered import method_specs
 from core._rows.wire import decode
 from core._run.build import RayClassWithInitArgs as RayClassWithInitArgs
@@ -217,7 +217,7 @@ class WorkerGroup(Generic[W]):
         call = Call(self.name, self.world_size, name, spec, arguments, route)
         call.source = self._transport if stores else None
         if not mode.on_tables:
-            values = Arguments.of(call, tables=False)
+            values = arguments_of(call, tables=False)
             call.arguments = arguments.signature.bind(*values.args, **values.kwargs)
         if self._observers:
             self._observers.tell("before_dispatch", call)
@@ -296,14 +296,12 @@ class WorkerGroup(Generic[W]):
         outcomes = ticket.gather(timeout_s)
         answers = {rank: outcome.value for rank, outcome in outcomes.items() if isinstance(outcome, Answered)}
         late = sorted(ticket.ranks - outcomes.keys())
-        if len(answers) == len(outcomes) and not late:
+        kinds = {type(outcome) for outcome in outcomes.values()}
+        if kinds <= {Answered} and not late:
             return answers
-        refusals = [outcome.error for outcome in outcomes.values() if isinstance(outcome, RefusedIt)]
-        if len(refusals) == len(outcomes) and not late:
-            raise refusals[0]
-        unsendable = [outcome.error for outcome in outcomes.values() if isinstance(outcome, BadlyAnswered)]
-        if len(answers) + len(unsendable) == len(outcomes) and not late:
-            raise unsendable[0]
+        # Alike on all ranks, or of answers alone: the group is healthy.
+        if (kinds == {RefusedIt} or kinds <= {Answered, BadlyAnswered}) and not late:
+            raise next(each.error for each in outcomes.values() if isinstance(each, RefusedIt | BadlyAnswered))
         hint = list_meant_per_rank(call) if call is not None else ""
         error = explain(outcomes, late, self.name, self._transport, method, mesh, timeout_s, hint)
         self._transport.end()

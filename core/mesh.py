@@ -52,21 +52,14 @@ class Route:
         for dp in ids:
             members = [rank for rank, d in enumerate(self.dp_ranks) if d == dp]
             collectors = [rank for rank in members if rank in self.collected]
-            if not collectors:
+            if len(collectors) != 1:
                 raise Refused(
-                    f"no rank of dp rank {dp} in mesh {mesh!r} is collected, so its rows would be lost",
-                    have=f"collected ranks {sorted(self.collected)}",
-                    want=f"exactly one of ranks {members}",
-                    where=where,
-                    mend=f"let is_collect be true on one of the candidate ranks {members}",
-                )
-            if len(collectors) > 1:
-                raise Refused(
-                    f"dp rank {dp} in mesh {mesh!r} is collected twice, so its rows would be doubled",
+                    f"{len(collectors)} ranks are collected for dp rank {dp} of mesh {mesh!r}, so its rows would be "
+                    + ("doubled" if collectors else "lost"),
                     have=f"collected ranks {collectors}",
                     want=f"exactly one of ranks {members}",
                     where=where,
-                    mend=f"let is_collect be true on only one of ranks {collectors}",
+                    mend=f"let is_collect be true on only one of ranks {collectors or members}",
                 )
 
     @property
@@ -87,7 +80,7 @@ class MeshLayout:
         if len(self.axes) != len(self.sizes) or len(set(self.axes)) != len(self.axes):
             raise Refused("a layout needs one size for each distinct axis", have=(self.axes, self.sizes))
         if any(size < 1 for size in self.sizes):
-            raise Refused("axis sizes are at least 1", have=dict(zip(self.axes, self.sizes, strict=True)))
+            raise Refused("axis sizes are at least 1", have=self._by_axis)
 
     @classmethod
     def of(cls, **sizes: int) -> MeshLayout:
@@ -95,20 +88,23 @@ class MeshLayout:
         return cls(tuple(sizes), tuple(sizes.values()))
 
     @property
+    def _by_axis(self) -> dict[str, int]:
+        return dict(zip(self.axes, self.sizes, strict=True))
+
+    @property
     def world_size(self) -> int:
         return prod(self.sizes)
 
     def size(self, *axes: str) -> int:
         """Number of ranks along the axes together; an absent axis counts 1."""
-        size_of = dict(zip(self.axes, self.sizes, strict=True))
-        return prod(size_of.get(axis, 1) for axis in axes)
+        return prod(self._by_axis.get(axis, 1) for axis in axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Position of a rank on every axis."""
         if not 0 <= rank < self.world_size:
             raise Refused(f"rank {rank} is not in {self}", want=f"0..{self.world_size - 1}")
         out: dict[str, int] = {}
-        for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
+        for axis, size in reversed(self._by_axis.items()):
             rank, out[axis] = divmod(rank, size)
         return {axis: out[axis] for axis in self.axes}
 
@@ -116,7 +112,7 @@ class MeshLayout:
         """The rank at the coordinates; axes not named are at 0."""
         self._known(coordinates)
         number = 0
-        for axis, size in zip(self.axes, self.sizes, strict=True):
+        for axis, size in self._by_axis.items():
             at = coordinates.get(axis, 0)
             if not 0 <= at < size:
                 raise Refused(f"axis {axis!r} has no position {at}", want=f"0..{size - 1}", where=str(self))
@@ -127,7 +123,7 @@ class MeshLayout:
         """Position of a rank along the axes taken together, in C order; absent axes don't count."""
         at = self.coordinates(rank)
         number = 0
-        for axis, size in zip(self.axes, self.sizes, strict=True):
+        for axis, size in self._by_axis.items():
             if axis in axes:
                 number = number * size + at[axis]
         return number
@@ -155,11 +151,7 @@ class MeshLayout:
         """
         collect = dict(collect or {})
         self._known((*dp_axes, *collect))
-        want = {
-            axis: collect.get(axis, 0) % size
-            for axis, size in zip(self.axes, self.sizes, strict=True)
-            if axis not in dp_axes
-        }
+        want = {axis: collect.get(axis, 0) % size for axis, size in self._by_axis.items() if axis not in dp_axes}
         ranks = range(self.world_size)
         collected = frozenset(
             rank for rank in ranks if all(self.coordinates(rank)[axis] == at for axis, at in want.items())
@@ -172,7 +164,7 @@ class MeshLayout:
             raise Refused(f"unknown axes {unknown}", want=f"some of {self.axes}", where=str(self))
 
     def __str__(self) -> str:
-        return "[" + ", ".join(f"{a}={s}" for a, s in zip(self.axes, self.sizes, strict=True)) + "]"
+        return "[" + ", ".join(f"{a}={s}" for a, s in self._by_axis.items()) + "]"
 
 
 @runtime_checkable

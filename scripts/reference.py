@@ -82,9 +82,11 @@ def module(name: str, names: list[str] | None) -> Iterator[str]:
 
 
 def find(module_name: str, name: str) -> tuple[str, ast.stmt]:
-    """Where a name is defined, which may be in another module that the first one imports it from."""
+    """Where a name is defined, which may be in another module that the first one imports it from. Of an overloaded
+    function the one that runs: it has the docstring."""
     for node in tree(module_name).body:
-        if getattr(node, "name", None) == name:
+        is_overload = any(ast.unparse(each) == "overload" for each in getattr(node, "decorator_list", []))
+        if getattr(node, "name", None) == name and not is_overload:
             return module_name, node
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]

@@ -449,8 +449,11 @@ def test_what_cannot_be_registered_is_refused() -> None:
         register(on_mesh("m"), rows_per_input=None, num_blocks=2)
     with pytest.raises(Refused, match="unknown policy"):
         register(on_mesh("m"), uneven="paddd")  # type: ignore[call-overload]
-    with pytest.raises(Refused, match="all its ranks"):
-        register(on_mesh("m"), Execute.RANK_ZERO)
+    with pytest.raises(TypeError, match="colums"):
+        register(on_mesh("m"), colums=["x"])  # type: ignore[call-overload]
+    for mode in (on_mesh("m"), Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC):
+        with pytest.raises(Refused, match="runs on all ranks"):
+            register(mode, execute_mode=Execute.RANK_ZERO)
 
 
 def test_scanning_a_class_evaluates_nothing() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from tensordict import NonTensorData, TensorDict
 
 from core.batch import jagged
 from core.dispatch import Dispatch, DispatchMode, on_mesh, register
-from core.errors import BadAnswer, ManymeshError, Refused, WorkerFailed
+from core.errors import BadAnswer, DeadlineExceeded, ManymeshError, Refused, WorkerFailed
 from core.group import RayClassWithInitArgs
 from core.loss import Metric
 from core.transport.local import LocalWorkerGroup
@@ -155,3 +158,23 @@ def test_what_a_bad_answer_says_is_kept_when_it_comes_from_a_plugins_own_collect
     with pytest.raises(BadAnswer, match="a plugin's collect that refuses") as error:
         group.of_a_plugin(["rows"], batch)
     assert isinstance(error.value.__cause__, Refused)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Refused("a request", have=[1], want="two", where="here", mend="give two"),
+        BadAnswer.of(Refused("an answer", have={"rows": 3})),
+        DeadlineExceeded("a wait", mend="wait longer"),
+        WorkerFailed("a rank raised", group="g", rank=1, method="m", traceback="Traceback", log_tail=("a line",)),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("cross", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy])
+def test_an_error_says_the_same_after_it_has_crossed_processes(
+    error: ManymeshError, cross: Callable[[ManymeshError], ManymeshError]
+) -> None:
+    other = cross(error)
+    assert type(other) is type(error)
+    assert str(other) == str(error)
+    assert (other.args, vars(other)) == (error.args, vars(error))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from core.batch import flat, jagged, jagged_from, object_column, objects, to_jagged, to_padded
 from core.dispatch import on_mesh, register
-from core.engine import MicroResult
+from core.engine import MicroResult, WeightSpec
 from core.errors import Refused
 from core.group import RayClassWithInitArgs
 from core.loss import LossFn, LossScale
@@ -22,7 +22,7 @@ from core.registry import EngineRegistry
 from core.rollout import SamplingParams
 from core.transport.local import LocalWorkerGroup
 from core.worker import WorkerContext, placed
-from manymesh.parts.micro_batches import check_padded
+from manymesh.parts.engine_base import EngineBase
 from manymesh.parts.rollout_rows import answer, read_prompts, repeat_samples, token_lists
 from manymesh.workers import MicroBatchConfig, TrainingWorker, TrainingWorkerConfig
 from manymesh.workers.rollout import GeneratingWorker
@@ -83,17 +83,27 @@ class SeeingWorker(GeneratingWorker):
         self.add_mesh("rollout", mesh(self.rank, self.world_size))
 
 
-class SeesPatches:
+class SeesPatches(EngineBase[Any]):
     """An engine that notes the micro-batches that it runs, and reads the pixel of each row."""
 
-    limits = Limits()
-
     def __init__(self, reads: frozenset[str]) -> None:
-        self._reads, self.mesh = reads, mesh()
+        super().__init__(mesh(), Limits(), reads)
+        self.initialize()
         self.micro_batches: list[TensorDict] = []
 
-    def eval_mode(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def initialize(self) -> None:
+        self._state = SimpleNamespace(optimizer=None)
+
+    def _set_training(self, training: bool) -> bool:
+        return training
+
+    def weight_specs(self) -> list[WeightSpec]:
+        return []
+
+    def export_weights(self, dst: str = "all") -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(())
+
+    def load_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> None: ...
 
     def forward_backward(
         self,
@@ -105,15 +115,12 @@ class SeesPatches:
         outputs: frozenset[str] = frozenset(),
         temperature: float = 1.0,
     ) -> list[MicroResult]:
-        for each in micro_batches:
-            check_padded(each, frozenset(), where="forward_backward", inputs=self._reads)
+        self._check_pass(micro_batches, loss_fn, outputs, temperature=temperature, forward_only=forward_only)
         self.micro_batches += micro_batches
         return [
             MicroResult({"log_probs": each["inputs/pixels"][:, 0, :1] * each["attention_mask"]}, {})
             for each in micro_batches
         ]
-
-    def shutdown(self) -> None: ...
 
 
 @pytest.fixture

@@ -60,6 +60,7 @@ def calls(group: WorkerGroup[Scorer], rows: SamplingParams) -> None:
     workers.score(7)  # error: int
     workers.score(rows, "2")  # error: str
     workers.score(workers.score.later(rows), "2")  # error: str
+    workers.score(rows, workers.score.later(rows))  # error: Future
     names: list[str] = workers.score.later(rows).result()  # error: SamplingParams
     RayClassWithInitArgs(Scorer, "3")  # error: str
     LocalWorkerGroup(Scorer, 3, world_sise=2)  # error: world_sise

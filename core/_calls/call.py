@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -67,6 +67,14 @@ class RankCall:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = attrs.field(factory=dict)
     shard: Shard | None = None
+
+    def values(self) -> list[Any]:
+        return [*self.args, *self.kwargs.values()]
+
+    def map(self, function: Callable[[Any], Any], shard: Shard | None = None) -> RankCall:
+        """The function of each argument, with this shard; its own when not given."""
+        kwargs = {name: function(value) for name, value in self.kwargs.items()}
+        return RankCall(tuple(map(function, self.args)), kwargs, shard or self.shard)
 
 
 @attrs.frozen
@@ -172,7 +180,7 @@ class DispatchMode(Generic[Decorator_co]):
 
 @attrs.frozen
 class MethodSpec:
-    """What `register` hangs on a method."""
+    """What `register` hangs on a method: its options, and their defaults. See core.dispatch.register."""
 
     dispatch_mode: DispatchMode[Any] | str
     execute_mode: Execute = Execute.ALL
@@ -182,7 +190,7 @@ class MethodSpec:
     uneven: Uneven = "error"
     reducers: Mapping[str, Any] = attrs.field(factory=dict)
     timeout_s: float | None = None
-    columns: frozenset[str] | None = None
+    columns: Collection[str] | None = None
     reads_only: bool = False
     deal_by: DealBy = "rows"
 

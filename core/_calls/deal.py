@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-import attrs
-
 from core._calls.call import Call, PerRank, RankCall
-from core._rows.shards import are_in_order, deal_rows
+from core._rows.shards import Shard, are_in_order, deal_rows
 from core._rows.table import Deferred, WholeTable
 from core._rows.wire import table_of
 from core.columns import INPUTS
@@ -23,61 +21,25 @@ def _is_sent(name: str, columns: Collection[str]) -> bool:
     return name in columns or name in KEPT or name.startswith(INPUTS)
 
 
-@attrs.frozen
-class Arguments:
-    """A call's arguments, of which futures have become their values and batches tables."""
+def arguments_of(call: Call, *, tables: bool = True) -> RankCall:
+    """The call's arguments, in which futures have become their values and batches tables. Raises what a future raises.
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    Args:
+        tables: False for a mode that deals by itself: batches are TensorDicts.
+    """
+    columns = call.spec.columns
 
-    @classmethod
-    def of(cls, call: Call, *, tables: bool = True) -> Arguments:
-        """The arguments, with what they come to. Raises what a future among them raises.
+    def value_of(value: Any) -> Any:
+        if isinstance(value, Deferred):
+            value = value.awaited(call.where)
+        table = table_of(value)
+        if table is None:
+            return value
+        if not tables:
+            return table.batch() if isinstance(value, WholeTable) else value
+        return table if columns is None else table.only(lambda name: _is_sent(name, columns))
 
-        Args:
-            tables: False for a mode that deals by itself: batches are TensorDicts.
-        """
-        columns = call.spec.columns
-
-        def value_of(value: Any) -> Any:
-            if isinstance(value, Deferred):
-                value = value.awaited(call.where)
-            table = table_of(value)
-            if table is None:
-                return value
-            if not tables:
-                return table.batch() if isinstance(value, WholeTable) else value
-            return table if columns is None else table.only(lambda name: _is_sent(name, columns))
-
-        arguments = call.arguments
-        return cls(tuple(map(value_of, arguments.args)), {k: value_of(v) for k, v in arguments.kwargs.items()})
-
-    def values(self) -> list[Any]:
-        return [*self.args, *self.kwargs.values()]
-
-    @property
-    def tables(self) -> list[WholeTable]:
-        return [value for value in self.values() if isinstance(value, WholeTable)]
-
-    @property
-    def differ(self) -> bool:
-        """Whether some argument differs by rank."""
-        return any(isinstance(value, PerRank) for value in self.values())
-
-    def map(self, function: Callable[[Any], Any]) -> Arguments:
-        return Arguments(tuple(map(function, self.args)), {name: function(v) for name, v in self.kwargs.items()})
-
-    def by_rank(self, call: Call) -> list[Arguments]:
-        """For each rank its own values; the same object for all where none differs."""
-        if not self.differ:
-            return [self] * call.world_size
-        return [self.of_rank(rank, call) for rank in range(call.world_size)]
-
-    def of_rank(self, rank: int, call: Call) -> Arguments:
-        """The rank's own values."""
-        return self.map(
-            lambda value: value.of(rank, call.world_size, call.where) if isinstance(value, PerRank) else value
-        )
+    return RankCall(call.arguments.args, call.arguments.kwargs).map(value_of)
 
 
 def deal(call: Call) -> Sequence[RankCall]:
@@ -89,10 +51,10 @@ def deal(call: Call) -> Sequence[RankCall]:
         Refused: batches of different length, rows that don't divide, rows without tokens that are dealt by tokens, a
             PerRank of another length.
     """
-    arguments = Arguments.of(call)
-    tables = arguments.tables
+    arguments = arguments_of(call)
+    tables = [value for value in arguments.values() if isinstance(value, WholeTable)]
     if not tables:
-        return _same_shard(call, arguments)
+        return _own_values(call, [arguments] * call.world_size)
     if len({len(table) for table in tables}) > 1:
         raise _differ_in_length(call)
     spec, route = call.spec, call.route
@@ -111,18 +73,32 @@ def deal(call: Call) -> Sequence[RankCall]:
             mend="declare rows_per_input, a number or a function of the arguments, or give rows of a group in a row",
         )
     with_weights = call.has_filler
-    by_dp = []
-    for shard in call.shards:
 
-        def part_of(value: Any, shard: Any = shard) -> Any:
+    def part_of(shard: Shard) -> RankCall:
+        def cut(value: Any) -> Any:
             return value.shard(shard, with_weights=with_weights) if isinstance(value, WholeTable) else value
 
-        part = arguments.map(part_of)
-        by_dp.append((part, RankCall(part.args, part.kwargs, shard)))
-    if not arguments.differ:
-        return [by_dp[dp][1] for dp in route.dp_ranks]
-    own = [by_dp[dp][0].of_rank(rank, call) for rank, dp in enumerate(route.dp_ranks)]
-    return [RankCall(each.args, each.kwargs, call.shards[dp]) for each, dp in zip(own, route.dp_ranks, strict=True)]
+        return arguments.map(cut, shard)
+
+    parts = [part_of(shard) for shard in call.shards]
+    return _own_values(call, [parts[dp] for dp in route.dp_ranks])
+
+
+def _own_values(call: Call, calls: Sequence[RankCall]) -> Sequence[RankCall]:
+    """Of each PerRank the rank's own value; where there is none, ranks go on sharing a RankCall."""
+    if not _differs(calls[0]):
+        return calls
+
+    def own(rank: int) -> RankCall:
+        return calls[rank].map(
+            lambda value: value.of(rank, call.world_size, call.where) if isinstance(value, PerRank) else value
+        )
+
+    return [own(rank) for rank in range(call.world_size)]
+
+
+def _differs(arguments: RankCall) -> bool:
+    return any(isinstance(value, PerRank) for value in arguments.values())
 
 
 def _row_tokens(call: Call, tables: Sequence[WholeTable]) -> Sequence[int]:
@@ -138,27 +114,21 @@ def _row_tokens(call: Call, tables: Sequence[WholeTable]) -> Sequence[int]:
     )
 
 
-def _same_shard(call: Call, arguments: Arguments) -> list[RankCall]:
-    calls: dict[int, RankCall] = {}
-    by_rank = arguments.by_rank(call)
-    return [calls.setdefault(id(own), RankCall(own.args, own.kwargs)) for own in by_rank]
-
-
 def as_given(call: Call) -> Sequence[RankCall]:
     """A PerRank gives each rank its own value, everything else is the same for all."""
-    return _same_shard(call, Arguments.of(call))
+    return _own_values(call, [arguments_of(call)] * call.world_size)
 
 
 def to_all(call: Call) -> Sequence[RankCall]:
     """The same arguments to every rank."""
-    arguments = Arguments.of(call)
-    if arguments.differ:
+    arguments = arguments_of(call)
+    if _differs(arguments):
         raise Refused(
             "a PerRank argument cannot be the same on every rank",
             where=call.where,
             mend="register the method with Dispatch.ALL_TO_ALL",
         )
-    return _same_shard(call, arguments)
+    return [arguments] * call.world_size
 
 
 def to_rank_zero(call: Call) -> Sequence[RankCall | None]:

@@ -60,7 +60,7 @@ class Shard:
 
     def ranges(self) -> list[Range]:
         """The driver's rows that the shard consists of, in its order. Filler is copies of rows."""
-        return list(_joined(run for block in self.blocks for runs in (block.rows, *block.filler) for run in runs))
+        return _joined(run for block in self.blocks for runs in (block.rows, *block.filler) for run in runs)
 
     def row_numbers(self) -> list[int]:
         """The driver's number of each row of the shard, -1 for filler."""
@@ -164,7 +164,7 @@ def runs_of(shards: Sequence[Shard], per_input: int) -> tuple[Run, ...]:
 
 def are_in_order(shards: Sequence[Shard]) -> bool:
     """The shards' rows, one shard after another, are the driver's rows in order, and there is no filler."""
-    return len(list(_joined(run for shard in shards for run in shard.ranges()))) <= 1 and not any(
+    return len(_joined(run for shard in shards for run in shard.ranges())) <= 1 and not any(
         shard.has_filler for shard in shards
     )
 
@@ -227,18 +227,15 @@ def _block(real: Sequence[int], filler: Sequence[int], members: list[list[int]] 
     return Block(tuple(run for run in runs if run[1] > run[0]), tuple(((row, row + 1),) for row in filler))
 
 
-def _joined(ranges: Iterable[Range]) -> Iterable[Range]:
+def _joined(ranges: Iterable[Range]) -> list[Range]:
     """The same rows in as few ranges as possible."""
-    start, stop = 0, 0
-    for low, high in ranges:
-        if low == stop and stop > start:
-            stop = high
-            continue
-        if stop > start:
-            yield start, stop
-        start, stop = low, high
-    if stop > start:
-        yield start, stop
+    joined: list[Range] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        elif stop > start:
+            joined.append((start, stop))
+    return joined
 
 
 def _does_not_divide(

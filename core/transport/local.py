@@ -29,8 +29,8 @@ from core.worker import WorkerContext, placed
 
 
 @attrs.frozen
-class _Ended:
-    """Outcomes that are already there."""
+class Ended:
+    """A Ticket whose outcomes are there already: of a transport that waits for nobody."""
 
     outcomes: dict[int, Outcome]
 
@@ -56,7 +56,7 @@ class LocalTransport:
         self._group = group
         self._hosts = [WorkerHost() for _ in range(world_size)]
 
-    def construct(self, build: RayClassWithInitArgs, observers: tuple[Observer, ...]) -> _Ended:
+    def construct(self, build: RayClassWithInitArgs, observers: tuple[Observer, ...]) -> Ended:
         args, kwargs = encode(build.args), encode(dict(build.kwargs))
         contexts = [
             WorkerContext(self._group, rank, self.world_size, rank, self.world_size) for rank in range(self.world_size)
@@ -68,10 +68,10 @@ class LocalTransport:
             ),
         )
 
-    def route(self, mesh: str) -> _Ended:
+    def route(self, mesh: str) -> Ended:
         return self._each(range(self.world_size), lambda rank: self._hosts[rank].route(mesh))
 
-    def run(self, command: Command, calls: Mapping[int, RankCall], answering: frozenset[int]) -> _Ended:
+    def run(self, command: Command, calls: Mapping[int, RankCall], answering: frozenset[int]) -> Ended:
         def go(rank: int) -> Outcome:
             host, own = self._hosts[rank], private[rank]
             method = getattr(type(host.worker), command.method, None)
@@ -95,7 +95,7 @@ class LocalTransport:
             raise Refused(what, have=_describe(error), want="values that can be copied") from error
         return self._each(calls, go)
 
-    def shutdown(self) -> _Ended:
+    def shutdown(self) -> Ended:
         return self._each(range(self.world_size), lambda rank: self._hosts[rank].shutdown())
 
     def end(self) -> None:
@@ -104,13 +104,13 @@ class LocalTransport:
     def log_tail(self, rank: int) -> tuple[str, ...]:
         return ()
 
-    def _each(self, ranks: Any, action: Callable[[int], Outcome]) -> _Ended:
+    def _each(self, ranks: Any, action: Callable[[int], Outcome]) -> Ended:
         outcomes: dict[int, Outcome] = {}
         for rank in ranks:
             outcomes[rank] = action(rank)
             if isinstance(outcomes[rank], Raised):
                 break
-        return _Ended(outcomes)
+        return Ended(outcomes)
 
 
 def _here(value: Any) -> Any:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
+from tensordict import TensorDict
 
 from core.config import RolloutConfig
 from core.device import choose_device
 from core.engine import WeightSpec
 from core.mesh import RankMesh
-from core.rollout import MemoryTag
+from core.rollout import MemoryTag, SamplingParams
 from manymesh.parts.rollout_checks import not_initialized
 from manymesh.parts.weight_state import WeightState
 from manymesh.parts.weights import Announced
@@ -18,8 +20,8 @@ from manymesh.parts.weights import Announced
 Bucket = Sequence[tuple[str, torch.Tensor]]
 
 
-class BaseRollout:
-    """`core.rollout.Rollout`, but for `generate` and the hooks below.
+class BaseRollout(ABC):
+    """`core.rollout.Rollout`, but for the abstract methods below; other hooks do nothing by default.
 
     Versions: 0 after `initialize()`, the update's version after `finish_weight_update()`, None in between, after an
     update that failed midway and after `release(["weights"])`, until a whole update was loaded. See
@@ -40,14 +42,25 @@ class BaseRollout:
         self._announced: Announced | None = None
 
     # ---------------------------------------------------------------------------------- what a backend does
+    # Hooks that are not abstract do nothing where they are not overridden, which ruff calls B027.
 
+    @abstractmethod
+    def generate(self, prompts: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
+        """See `core.rollout.Rollout.generate`. Columns come back on the device of prompt_ids.
+
+        With the capability row_seeds, sample j of the prompt with prompt_id i (its row number where there is no such
+        column) draws from (sampling.seed, i, j); without a seed, from fresh entropy. With temperature 0,
+        log-probabilities RAW and TEMPERATURE are those of the untempered model, PROCESSED are 0, and the metadata
+        `rollout_temperature` is 1.
+        """
+
+    @abstractmethod
     def _build(self) -> Mapping[str, torch.Tensor]:
         """Build the engine with the directory's weights. Returns what save_pretrained would write of them, by name.
 
         Raises:
             Refused: no checkpoint is there, or the engine doesn't take it.
         """
-        raise NotImplementedError
 
     def _announce(self, specs: Sequence[WeightSpec]) -> Announced:
         """The update that these specs announce. Raises Refused where they are not the model's."""
@@ -57,20 +70,20 @@ class BaseRollout:
         """Whether the old weights are whole until `_end_load`."""
         return False
 
-    def _begin_load(self, specs: Sequence[WeightSpec], version: int) -> None:
+    def _begin_load(self, specs: Sequence[WeightSpec], version: int) -> None:  # noqa: B027
         """The first bucket of an update is about to come."""
 
+    @abstractmethod
     def _load(self, bucket: Bucket) -> None:
         """Load tensors of the model's names and shapes; they may be reused after return."""
-        raise NotImplementedError
 
-    def _end_load(self, version: int) -> None:
+    def _end_load(self, version: int) -> None:  # noqa: B027
         """All tensors have come: put them to use, and drop every cache of other weights."""
 
-    def _abort_load(self) -> None:
+    def _abort_load(self) -> None:  # noqa: B027
         """No more tensors of this update come, after `_begin_load`."""
 
-    def _close(self) -> None:
+    def _close(self) -> None:  # noqa: B027
         """Let go of the engine, if there is one."""
 
     # ------------------------------------------------------------------------------------------------- life
@@ -167,6 +180,7 @@ class BaseReleasingRollout(BaseRollout):
     def _check_can_release(self) -> None:
         """Raises Refused where release would free nothing, as engines do on some devices."""
 
+    @abstractmethod
     def _release_memory(self, tags: Sequence[MemoryTag], released_tags: frozenset[MemoryTag]) -> None:
         """Free the memory of these tags.
 
@@ -174,11 +188,10 @@ class BaseReleasingRollout(BaseRollout):
             tags: one or two that have memory, in the order to free it.
             released_tags: those that have none already.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Take the memory of these released tags again, in this order."""
-        raise NotImplementedError
 
     def release(self, tags: Sequence[MemoryTag]) -> None:
         """Free memory. Weights are dropped, not moved: weight_version is None until they are resumed and a whole update

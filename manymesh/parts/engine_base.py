@@ -8,16 +8,17 @@ from top to bottom; it begins with `self._check_pass(...)`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Generic, Literal, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from core.engine import StepInfo
+from core.engine import MicroResult, StepInfo, WeightSpec
 from core.errors import Refused
-from core.loss import LossFn
+from core.loss import LossFn, LossScale
 from core.manifest import Limits
 from core.mesh import RankMesh
 from manymesh.parts.micro_batches import check_padded, check_request
@@ -54,10 +55,11 @@ class EngineBase(ABC, Generic[S]):
 
     Args:
         mesh, limits: valid from construction on.
+        inputs: model inputs that it reads, as its manifest names them; a pass with others is refused.
     """
 
-    def __init__(self, mesh: RankMesh, limits: Limits) -> None:
-        self._mesh, self._limits = mesh, limits
+    def __init__(self, mesh: RankMesh, limits: Limits, inputs: Collection[str] = ()) -> None:
+        self._mesh, self._limits, self._inputs = mesh, limits, frozenset(inputs)
         self._state: S | None = None
 
     @property
@@ -102,8 +104,37 @@ class EngineBase(ABC, Generic[S]):
         self._state = None
 
     @abstractmethod
+    def initialize(self) -> None: ...
+
+    @abstractmethod
+    def forward_backward(
+        self,
+        micro_batches: Sequence[TensorDict],
+        loss_fn: LossFn | None,
+        scale: LossScale,
+        *,
+        temperature: float = 1.0,
+        forward_only: bool = False,
+        outputs: frozenset[str] = frozenset(),
+    ) -> list[MicroResult] | None:
+        """See core.engine.Engine."""
+
+    @abstractmethod
+    def weight_specs(self) -> Sequence[WeightSpec]: ...
+
+    @abstractmethod
+    def export_weights(self, dst: Literal["all", "first"] = "all") -> Iterator[tuple[str, torch.Tensor]]: ...
+
+    @abstractmethod
+    def load_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> None: ...
+
+    @abstractmethod
     def _set_training(self, training: bool) -> bool:
         """Put the model into training or evaluation mode; gives the mode that it was in."""
+
+    def _check_can_run(self) -> None:
+        """Raises Refused where no pass can run as the engine is."""
+        self._ready()
 
     def _ready(self) -> S:
         if self._state is None:
@@ -129,18 +160,18 @@ class EngineBase(ABC, Generic[S]):
 
         Raises:
             Refused: alike on all ranks, before anything runs: an output that the engine doesn't have, a batch that
-                isn't padded or lacks teacher_ids, a temperature that isn't above 0, or training without a loss or of
-                an engine that is not trainable.
+                isn't padded, lacks teacher_ids or has model inputs that the engine doesn't read, a temperature that
+                isn't above 0, or training without a loss or of an engine that is not trainable.
         """
         where = f"{type(self).__name__}.forward_backward"
-        self._ready()
+        self._check_can_run()
         needs = check_request(
             self._limits, loss_fn, outputs, temperature=temperature, forward_only=forward_only, where=where
         )
         if not forward_only:
             self._training()
         for batch in micro_batches:
-            check_padded(batch, needs, where=where)
+            check_padded(batch, needs, where=where, inputs=self._inputs)
         return needs
 
 
@@ -151,11 +182,14 @@ class OffloadEngineBase(EngineBase[S]):
     """An engine whose parameters and optimizer state can wait on the CPU. Meets core.engine.OffloadEngine.
 
     Args:
+        mesh, limits, inputs: as EngineBase.
         parameters, optimizer: whether these are on CPU outside of the modes that need them.
     """
 
-    def __init__(self, mesh: RankMesh, limits: Limits, *, parameters: bool, optimizer: bool) -> None:
-        super().__init__(mesh, limits)
+    def __init__(
+        self, mesh: RankMesh, limits: Limits, inputs: Collection[str] = (), *, parameters: bool, optimizer: bool
+    ) -> None:
+        super().__init__(mesh, limits, inputs)
         self._offloads: dict[Part, bool] = {"model": parameters, "optimizer": optimizer}
         self._away: set[Part] = set()
 
@@ -204,19 +238,10 @@ class OffloadEngineBase(EngineBase[S]):
     def _free_cache(self) -> None:
         """Give memory that the allocator keeps back to the device, for other processes on it."""
 
-    def _check_pass(
-        self,
-        micro_batches: Sequence[TensorDict],
-        loss_fn: LossFn | None,
-        outputs: frozenset[str],
-        *,
-        temperature: float,
-        forward_only: bool,
-    ) -> frozenset[str]:
+    def _check_can_run(self) -> None:
         """As EngineBase; also Refused for parameters that are on CPU."""
-        needs = super()._check_pass(micro_batches, loss_fn, outputs, temperature=temperature, forward_only=forward_only)
+        super()._check_can_run()
         self._check_on_device("model")
-        return needs
 
     def _check_on_device(self, *parts: Part) -> None:
         if away := [part for part in parts if part in self._away]:

@@ -83,6 +83,12 @@ class WeightTable:
             for name, view in views.items()
         ]
 
+    def export(self, *, empty: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Copies of all weights, in the order of specs; tensors without elements where nobody wants them."""
+        for spec in self.specs():
+            tensor = self.target(spec.name)
+            yield spec.name, tensor.new_empty(0) if empty else tensor.clone()
+
     def load(self, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Copy a stream of all weights into the model.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -36,9 +37,9 @@ class ModelRollout(BaseReleasingRollout):
         self._table: WeightTable | None = None
         self._dropped: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
+    @abstractmethod
     def _load_model(self) -> Any:
         """The directory's model, on any device. Raises Refused where it holds none."""
-        raise NotImplementedError
 
     def _build(self) -> Mapping[str, torch.Tensor]:
         model = self._load_model()

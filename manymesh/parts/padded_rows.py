@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 
 from core.batch import flat
-from core.errors import ManymeshError
+from manymesh.parts.rollout_checks import not_finite
 from manymesh.parts.rollout_rows import response_rows
 
 
@@ -59,9 +59,5 @@ def trim_rows(
     reasons = ["stop" if stop else "length" for stop in is_stopped.tolist()]
     values = padded[keep]
     if not bool(values.isfinite().all()):
-        raise ManymeshError(
-            "the model gave logits that are not finite",
-            where=where,
-            mend="look at the last weight update: parameters may be NaN or infinite",
-        )
+        raise not_finite(where)
     return response_rows(sequences[keep], (at >= width).expand_as(keep)[keep], values, lengths + ends, reasons)

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from core.errors import Refused
+from core.errors import ManymeshError, Refused
+from core.manifest import ModelFacts
 from core.rollout import MemoryTag, ReleasingRollout, Rollout, SamplingParams
 
 TAGS = ("weights", "kv_cache")
@@ -67,8 +68,37 @@ def not_initialized() -> Refused:
     return Refused("the rollout has no model yet", mend="call initialize() first")
 
 
+def cannot_run(engine: str, facts: ModelFacts, error: object) -> Refused:
+    """Of an engine that doesn't take a model, or the options that it was given; `error` is what it says."""
+    return Refused(
+        f"{engine} cannot run {facts.path!r} with these options",
+        have=str(error),
+        where=f"model type {facts.model_type!r}",
+        mend="mend the rollout's options, or choose another rollout",
+    )
+
+
 def no_update() -> Refused:
     return Refused("no weight update is under way", mend="call begin_weight_update first")
+
+
+def not_finite(where: str) -> ManymeshError:
+    """The error of a log-probability that is NaN or infinite. `where`: weight version, and rank or request."""
+    return ManymeshError(
+        "the model gave logits that are not finite",
+        where=where,
+        mend="look at the last weight update: parameters may be NaN or infinite",
+    )
+
+
+def check_sleep_mode(engine: str, device: str, *, sleep_mode: bool) -> None:
+    """Raises Refused where an engine whose sleep mode alone frees memory, and on CUDA alone, would free nothing."""
+    if device != "cuda" or not sleep_mode:
+        raise Refused(
+            "this rollout cannot give its memory back",
+            have=f"{engine} frees nothing on CPU, and on CUDA only with sleep_mode",
+            mend="turn release_after_generate off, or set sleep_mode on CUDA",
+        )
 
 
 def stop_ids(sampling: SamplingParams, eos: Iterable[int], vocab_size: int) -> list[int]:

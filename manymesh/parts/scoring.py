@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from core.batch import flat, nested
 from core.columns import check_model_inputs
 from core.errors import ManymeshError, Refused
+from manymesh.parts.rollout_checks import not_finite
 from manymesh.parts.rollout_rows import check_vocabulary, token_ids
 
 # Of one row: log-probabilities of its tokens but for the first, and for each of these the k most likely (id, log-prob).
@@ -115,11 +116,7 @@ def scored(
             "the engine's scores lack tokens", have=f"{len(log_probs)} values", want=f"{len(tokens)}", where=where
         )
     if bool(log_probs.isnan().any()):
-        raise ManymeshError(
-            "the model gave logits that are not finite",
-            where=where,
-            mend="look at the last weight update: parameters may be NaN or infinite",
-        )
+        raise not_finite(where)
     columns = {"log_probs": log_probs}
     if top is not None:
         columns |= {"top_ids": top[0], "top_log_probs": top[1]}

@@ -6,6 +6,7 @@ A backend's rollout subclasses ServerRollout, or ReleasingServerRollout where it
 from __future__ import annotations
 
 import secrets
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -41,19 +42,19 @@ class ServerRollout(BaseRollout):
 
     # ------------------------------------------------------------------------------------- what a backend does
 
+    @abstractmethod
     def _start(self) -> tuple[ServerEngine, Mapping[str, torch.Tensor]]:
         """The engine with the directory's weights, and what save_pretrained would write of them, by name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _requests(
         self, prompts: TensorDict, sampling: SamplingParams, sample: torch.Tensor, request_ids: Sequence[str]
     ) -> list[Any]:
         """By row of read_prompts, for the engine. Raises Refused for what cannot be sampled."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _score_limits(self) -> tuple[int, int]:
         """Size of the vocabulary, and tokens of the longest sequence that can be scored."""
-        raise NotImplementedError
 
     # ---------------------------------------------------------------------------------------------- requests
 

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tensordict import TensorDict
 
 from core.config import RolloutConfig
 from core.errors import Refused
 from core.manifest import Plan
 from core.mesh import MeshLayout
+from core.rollout import SamplingParams
 from manymesh.parts.live_weights import WeightTable
 from manymesh.parts.model_rollout import ModelRollout
 from manymesh.parts.pretrained import load_causal_lm
@@ -70,6 +72,9 @@ class Loaded(ModelRollout):
 
     def _load_model(self) -> Any:
         return load_causal_lm(self._config.model, "float32")
+
+    def generate(self, prompts: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
+        raise Refused("this rollout generates nothing")
 
     def tensors(self) -> dict[str, torch.Tensor]:
         table = WeightTable(self._model)

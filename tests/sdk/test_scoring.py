@@ -94,6 +94,9 @@ class Doubles(ServerRollout):
     def _start(self) -> Any:
         return SimpleNamespace(call=lambda answer: answer, scores=self._scores), {}
 
+    def _requests(self, *args: Any) -> list[Any]:
+        return []
+
     def _score_limits(self) -> tuple[int, int]:
         return 64, 512
 

@@ -187,7 +187,7 @@ class Echo(Worker):
         """What arrived, and where."""
         return self.rank, value, more, keywords
 
-    @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO)
+    @register(Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def see_on_zero(self, value: Any) -> Any:
         self.calls += 1
         return self.rank, value

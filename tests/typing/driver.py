@@ -15,6 +15,7 @@ from core import (
     RayWorkerGroup,
     Worker,
     WorkerGroup,
+    create_colocated_worker_cls,
     on_mesh,
     register,
 )
@@ -39,7 +40,7 @@ class Scorer(Worker):
     def alone(self) -> str:
         return ""
 
-    @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO)
+    @register(Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def alone_too(self) -> str:
         return ""
 
@@ -116,6 +117,15 @@ def calls(group: WorkerGroup[Scorer]) -> None:
     workers.store(Rows())
     assert_type(workers.slow(Rows()), Future[Any])
     assert_type(workers.named(Rows()), Any)
+
+
+def roles(pool: RayResourcePool) -> None:
+    group = RayWorkerGroup(pool, create_colocated_worker_cls({"scorer": RayClassWithInitArgs(Scorer, 3)}))
+    assert_type(group, RayWorkerGroup[Any])
+    assert_type(group.spawn()["scorer"].workers.ping(), Any)
+    scorer: WorkerGroup[Scorer] = group.spawn()["scorer"]
+    assert_type(scorer.workers.ping(), list[int])
+    assert_type(scorer.ping(), Any)
 
 
 def futures(group: WorkerGroup[Scorer]) -> None:

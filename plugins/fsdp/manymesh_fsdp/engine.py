@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from core.device import choose_device
-from core.engine import MicroResult, WeightSpec
+from core.engine import MicroResult
 from core.loss import LossFn, LossScale
 from manymesh.parts.adamw import ScheduledAdamW
 from manymesh.parts.engine_base import OffloadEngineBase, Part, require_world
 from manymesh.parts.engine_checkpoint import TorchCheckpointer
-from manymesh.parts.log_probs import token_outputs, unpacked, without_padding
 from manymesh.parts.micro_batches import check_loss
+from manymesh.parts.model_engine import ModelEngine, model_outputs
 from manymesh.parts.world_mesh import world_mesh
 from manymesh_fsdp.config import FsdpConfig
 from manymesh_fsdp.model import drop_gradients, fsdp_modules, load_sharded
@@ -41,7 +41,7 @@ class FsdpState:
     optimizer: ScheduledAdamW | None
 
 
-class FsdpEngine(OffloadEngineBase[FsdpState]):
+class FsdpEngine(OffloadEngineBase[FsdpState], ModelEngine[FsdpState]):
     """Meets `core.engine.Engine`, `OffloadEngine` and `CheckpointEngine`.
 
     The default process group spans the engine's ranks.
@@ -82,12 +82,6 @@ class FsdpEngine(OffloadEngineBase[FsdpState]):
             optimizer = ScheduledAdamW(parameters, self._config.optimizer, self._group)
         self._hold(FsdpState(model, fsdp_modules(model), FsdpWeights(model), optimizer))
 
-    def _set_training(self, training: bool) -> bool:
-        model = self._ready().model
-        before = bool(model.training)
-        model.train(training)
-        return before
-
     def forward_backward(
         self,
         micro_batches: Sequence[TensorDict],
@@ -117,7 +111,7 @@ class FsdpEngine(OffloadEngineBase[FsdpState]):
                         model.set_requires_gradient_sync(number == last)
                         model.set_is_last_backward(number == last)
                     batch = batch if batch["input_ids"].device == self._device else batch.to(self._device)
-                    values = self._outputs(model, batch, needs, temperature)
+                    values = model_outputs(model, batch, needs, temperature, packed=self._limits.packed)
                     metrics: Mapping[str, Any] = {}
                     if loss_fn is not None:
                         loss, metrics = loss_fn({name: values[name] for name in loss_fn.needs}, batch, scale)
@@ -136,43 +130,9 @@ class FsdpEngine(OffloadEngineBase[FsdpState]):
                 unit.reshard()
         return results
 
-    def _outputs(
-        self, model: Any, batch: TensorDict, needs: frozenset[str], temperature: float
-    ) -> dict[str, torch.Tensor]:
-        """These outputs, padded (rows, tokens) fp32, 0 at position 0 and in padding."""
-        if not needs:
-            return {}
-        ids, mask = batch["input_ids"], batch["attention_mask"].bool()
-        teacher_ids = batch["teacher_ids"] if "top_log_probs" in needs else None
-        positions = None
-        if self._limits.packed:
-            # One row of all tokens, told apart by positions that begin at 0 again. transformers does so only without a
-            # mask and without a cache: with either, rows attend to each other.
-            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)[mask][None]
-            ids = ids[mask][None]
-            teacher_ids = teacher_ids[mask][None] if teacher_ids is not None else None
-        # No mask: padding stands on the right, where a causal model's real tokens don't look.
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        values = token_outputs(logits, ids, temperature, entropy="entropy" in needs, teacher_ids=teacher_ids)
-        if self._limits.packed:
-            values = {name: unpacked(value[0], mask) for name, value in values.items()}
-        return {name: without_padding(value, mask) for name, value in values.items() if name in needs}
-
-    def weight_specs(self) -> Sequence[WeightSpec]:
-        return self._ready().weights.specs()
-
     def export_weights(self, dst: Literal["all", "first"] = "all") -> Iterator[tuple[str, torch.Tensor]]:
         """Collective; see core.engine.Engine. Works while parameters are on CPU too."""
         return self._ready().weights.export(self._device, dst)
-
-    def load_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Full tensors by the names of weight_specs, the same on every rank.
-
-        Raises:
-            Refused: an unknown or doubled name or a wrong shape, at once; missing names, at the end. What came
-                before is loaded then.
-        """
-        self._ready().weights.load(stream)
 
     def _move(self, part: Part, device: Literal["cpu", "device"]) -> None:
         """A gradient lives where its parameter does, so it moves with the model."""
@@ -186,13 +146,3 @@ class FsdpEngine(OffloadEngineBase[FsdpState]):
     def _free_cache(self) -> None:
         if self._device.type != "cpu":
             torch.get_device_module(self._device).empty_cache()
-
-    def save_checkpoint(self, path: str, *, step: int) -> None:
-        """Collective; see TorchCheckpointer.save."""
-        state = self._ready()
-        self._checkpointer.save(path, state.model, state.optimizer, step)
-
-    def load_checkpoint(self, path: str) -> int:
-        """Collective, and at another world size too; see TorchCheckpointer.load."""
-        state = self._ready()
-        return self._checkpointer.load(path, state.model, state.optimizer)

@@ -48,11 +48,7 @@ class HfRollout(ModelRollout):
         return model
 
     def generate(self, prompts: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
-        """See `core.rollout.Rollout.generate`. Columns come back on the device of prompt_ids.
-
-        Sample j of the prompt with prompt_id i (its row number where there is no such column) draws from
-        (sampling.seed, i, j); without a seed, from fresh entropy. With temperature 0, log-probabilities RAW and
-        TEMPERATURE are those of the untempered model, PROCESSED are 0, and the metadata `rollout_temperature` is 1.
+        """See BaseRollout.generate.
 
         Raises:
             Refused: no valid weights, or older than min_version, or the KV cache is released; prompts that are empty,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from core.errors import ManymeshError, Refused
+from core.errors import ManymeshError
 from core.manifest import ModelFacts
 from manymesh_sglang.config import SglangRolloutConfig
 from manymesh_sglang.sampler_protocol import SWITCH
@@ -66,15 +66,6 @@ def environment(device: torch.device) -> dict[str, str]:
     if device.type == "cpu":
         needed["SGLANG_USE_CPU_ENGINE"] = "1"
     return needed
-
-
-def cannot_run(facts: ModelFacts, error: object) -> Refused:
-    return Refused(
-        f"SGLang cannot run {facts.path!r} with these options",
-        have=str(error),
-        where=f"model type {facts.model_type!r}",
-        mend="mend the rollout's options, or choose another rollout",
-    )
 
 
 def died(explanation: str = "") -> ManymeshError:

@@ -21,8 +21,9 @@ import torch
 from core.errors import DeadlineExceeded, ManymeshError
 from core.manifest import ModelFacts
 from manymesh.parts.environment import environment_of
+from manymesh.parts.rollout_checks import cannot_run
 from manymesh.parts.scoring import RowScore
-from manymesh_sglang.arguments import SPARE, arguments, cannot_run, died, environment
+from manymesh_sglang.arguments import SPARE, arguments, died, environment
 from manymesh_sglang.config import SglangRolloutConfig
 from manymesh_sglang.flattened_bucket import flatten
 from manymesh_sglang.sampling import PROBE, check_probe, row_score, score_request
@@ -54,7 +55,7 @@ class LocalEngine:
                 for child in set(multiprocessing.active_children()) - before:
                     child.kill()
                     child.join()
-                raise cannot_run(facts, error) from error
+                raise cannot_run("SGLang", facts, error) from error
             atexit.unregister(self.engine.shutdown)  # it would end all children of this process
             self._manager = self.engine.tokenizer_manager
             self.engine.loop.run_until_complete(self._start_handling())

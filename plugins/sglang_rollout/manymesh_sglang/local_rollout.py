@@ -13,15 +13,16 @@ from core.errors import ManymeshError
 from core.rollout import MemoryTag, SamplingParams
 from manymesh.parts.base_rollout import BaseReleasingRollout, Bucket
 from manymesh.parts.checkpoint_weights import read_checkpoint
-from manymesh.parts.rollout_checks import not_initialized
+from manymesh.parts.requests import is_certain
+from manymesh.parts.rollout_checks import check_sleep_mode, not_initialized
 from manymesh.parts.rollout_rows import answer, read_prompts, repeat_samples, token_lists
 from manymesh.parts.scoring import parts, read_sequences, scores
 from manymesh.parts.world_mesh import world_mesh, world_size
 from manymesh_sglang.config import SglangRolloutConfig
 from manymesh_sglang.local_engine import LocalEngine
 from manymesh_sglang.plan import plan
-from manymesh_sglang.requests import Asking, may_release
-from manymesh_sglang.sampling import Answer, is_certain
+from manymesh_sglang.requests import Asking
+from manymesh_sglang.sampling import Answer
 
 
 class SglangRollout(BaseReleasingRollout):
@@ -47,16 +48,12 @@ class SglangRollout(BaseReleasingRollout):
     def _build(self) -> Mapping[str, torch.Tensor]:
         facts, expected = read_checkpoint(self._config.model)
         asking = Asking.of(self._config, facts)
-        self._engine = LocalEngine(self._config, facts, self._device, has_tokenizer=asking.has_tokenizer)
+        self._engine = LocalEngine(self._config, facts, self._device, has_tokenizer=asking.check.has_tokenizer)
         self._asking = asking.within(self._engine.max_tokens)
         return expected
 
     def generate(self, prompts: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
-        """See `core.rollout.Rollout.generate`. Columns come back on the device of prompt_ids.
-
-        Sample j of the prompt with prompt_id i (its row number where there is no such column) draws from
-        (sampling.seed, i, j); without a seed, from fresh entropy. With temperature 0, log-probabilities RAW and
-        TEMPERATURE are those of the untempered model, PROCESSED are 0, and the metadata `rollout_temperature` is 1.
+        """See BaseRollout.generate.
 
         Raises:
             Refused: no valid weights, or older than min_version, or the KV cache is released; prompts that are empty,
@@ -121,7 +118,7 @@ class SglangRollout(BaseReleasingRollout):
             engine.end_update()
 
     def _check_can_release(self) -> None:
-        may_release(self._config, self._device)
+        check_sleep_mode("SGLang", self._device.type, sleep_mode=self._config.sleep_mode)
 
     def _release_memory(self, tags: Sequence[MemoryTag], released_tags: frozenset[MemoryTag]) -> None:
         engine, _ = self._running()

@@ -15,6 +15,7 @@ import attrs
 
 from core.errors import ManymeshError, Refused
 from core.rollout import GenerationDelta, LogProbKind, SamplingParams
+from manymesh.parts.rollout_checks import not_finite
 from manymesh.parts.scoring import RowScore
 from manymesh.parts.server_rows import by_version
 from manymesh_sglang.sampler_protocol import KIND, SCORE, SEED_BITS, SWITCH
@@ -178,16 +179,3 @@ def finish_reason(info: Mapping[str, Any] | None, request_id: str) -> str | None
             "SGLang gave up on a request", have=f"{reason}: {info.get('message', '')}", where=f"request {request_id!r}"
         )
     return str(reason)
-
-
-def is_certain(sampling: SamplingParams) -> bool:
-    """Whether sampled tokens have log-probability 0: with temperature 0, when PROCESSED."""
-    return sampling.temperature == 0 and LogProbKind(sampling.log_probs) is LogProbKind.PROCESSED
-
-
-def not_finite(where: str) -> ManymeshError:
-    return ManymeshError(
-        "the model gave logits that are not finite",
-        where=where,
-        mend="look at the last weight update: parameters may be NaN or infinite",
-    )

@@ -11,17 +11,17 @@ from core.errors import ManymeshError, Refused
 from core.manifest import ModelFacts
 from core.rollout import SamplingParams
 from manymesh.parts.checkpoint_weights import read_checkpoint
-from manymesh.parts.rollout_checks import not_initialized
+from manymesh.parts.requests import is_certain
+from manymesh.parts.rollout_checks import cannot_run, check_sleep_mode, not_initialized
 from manymesh.parts.rollout_rows import token_lists
 from manymesh.parts.server_engine import ServerEngine
 from manymesh.parts.server_rollout import ReleasingServerRollout
 from manymesh.parts.world_mesh import world_mesh, world_size
-from manymesh_sglang.arguments import SPARE, arguments, cannot_run, environment
+from manymesh_sglang.arguments import SPARE, arguments, environment
 from manymesh_sglang.config import SglangServerConfig
 from manymesh_sglang.http import HttpClient
 from manymesh_sglang.plan import server_plan
-from manymesh_sglang.requests import Asking, may_release
-from manymesh_sglang.sampling import is_certain
+from manymesh_sglang.requests import Asking
 from manymesh_sglang.server_engine import RowRequest, SglangServerEngine
 from manymesh_sglang.server_process import LOOPBACK, ServerProcess
 from manymesh_sglang.weight_upload import DiskUpload, DistributedUpload, TensorUpload, WeightUpload
@@ -58,12 +58,12 @@ class SglangServerRollout(ReleasingServerRollout):
             explanation = process.explain() if process is not None else ""
             engine.shutdown()
             if explanation and isinstance(error, ManymeshError):
-                raise cannot_run(facts, explanation) from error
+                raise cannot_run("SGLang", facts, explanation) from error
             raise
         return engine, expected
 
     def _process(self, facts: ModelFacts, asking: Asking) -> ServerProcess:
-        options = arguments(self._config, facts, self._device, has_tokenizer=asking.has_tokenizer)
+        options = arguments(self._config, facts, self._device, has_tokenizer=asking.check.has_tokenizer)
         return ServerProcess(options, environment(self._device), self._config.port)
 
     def _client(self, process: ServerProcess | None) -> HttpClient:
@@ -120,4 +120,4 @@ class SglangServerRollout(ReleasingServerRollout):
         return self._asking.vocab_size, self._asking.context
 
     def _check_can_release(self) -> None:
-        may_release(self._config, self._device)
+        check_sleep_mode("SGLang", self._device.type, sleep_mode=self._config.sleep_mode)

@@ -23,6 +23,8 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from core.errors import Refused
 from core.manifest import ModelFacts
 from manymesh.parts.environment import environment_of
+from manymesh.parts.requests import RequestCheck
+from manymesh.parts.rollout_checks import cannot_run
 from manymesh_vllm.config import VllmRolloutConfig
 
 _engines: weakref.WeakSet[LocalEngine] = weakref.WeakSet()  # they share vLLM's groups, which are globals
@@ -37,14 +39,14 @@ class LocalEngine:
     Attributes:
         llm: vllm.LLM.
         worker: vLLM's worker; `worker.model_runner` runs the model.
+        check: what requests are checked against.
 
     Raises:
         Refused: vLLM doesn't take the model or the options, or another engine of this process is cut otherwise.
     """
 
-    def __init__(
-        self, config: VllmRolloutConfig, facts: ModelFacts, device: torch.device, *, has_tokenizer: bool
-    ) -> None:
+    def __init__(self, config: VllmRolloutConfig, facts: ModelFacts, device: torch.device) -> None:
+        self.check = RequestCheck.of(facts.path)
         self.groups = (config.tensor_parallel, bool(facts.num_experts))
         _check_groups(self.groups)
         self._owns_world = not dist.is_initialized()
@@ -57,9 +59,10 @@ class LocalEngine:
             check_platform(facts, device)
             try:
                 with _shared_memory_of_this_world():
-                    self.llm = LLM(**arguments(config, facts, device, has_tokenizer=has_tokenizer), **executor)
+                    options = arguments(config, facts, device, has_tokenizer=self.check.has_tokenizer)
+                    self.llm = LLM(**options, **executor)
             except (ValueError, NotImplementedError) as error:
-                raise cannot_run(facts, error) from error
+                raise cannot_run("vLLM", facts, error) from error
         # Left alone, garbage collection would end torch.distributed's world.
         self._client = self.llm.llm_engine.engine_core
         self._client._finalizer.detach()
@@ -82,15 +85,6 @@ class LocalEngine:
         finally:
             engine_core.cleanup_dist_env_and_memory = ends_world
         del self.llm, self.worker, self._client
-
-
-def cannot_run(facts: ModelFacts, error: Exception) -> Refused:
-    return Refused(
-        f"vLLM cannot run {facts.path!r} with these options",
-        have=str(error),
-        where=f"model type {facts.model_type!r}",
-        mend="mend the rollout's options, or choose another rollout",
-    )
 
 
 def arguments(

@@ -21,22 +21,15 @@ from core.rollout import MemoryTag, SamplingParams
 from manymesh.parts.agreement import on_every_rank
 from manymesh.parts.base_rollout import BaseReleasingRollout, Bucket
 from manymesh.parts.checkpoint_weights import read_checkpoint
-from manymesh.parts.rollout_checks import (
-    check_stop_strings,
-    eos_ids,
-    has_tokenizer,
-    load_tokenizer,
-    not_initialized,
-    stop_ids,
-)
-from manymesh.parts.rollout_rows import answer, check_prompts, read_prompts, repeat_samples, token_lists
+from manymesh.parts.rollout_checks import check_sleep_mode, not_initialized
+from manymesh.parts.rollout_rows import answer, read_prompts, repeat_samples, token_lists
 from manymesh.parts.row_seeds import row_keys
 from manymesh.parts.scoring import RowScore, parts, read_sequences, scores
 from manymesh.parts.world_mesh import world_mesh, world_size
 from manymesh_vllm import sampling as vllm_sampling
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.local_engine import LocalEngine, score_limits
-from manymesh_vllm.memory import check_can_sleep, sleep_steps
+from manymesh_vllm.memory import sleep_steps
 from manymesh_vllm.plan import TP, plan
 from manymesh_vllm.weights import Reload
 
@@ -61,8 +54,6 @@ class VllmRollout(BaseReleasingRollout):
         super().__init__(config, device, world_mesh(plan(config, world_size(), None)))
         self._mesh = attrs.evolve(self._mesh, groups=self._groups(self._mesh))
         self._engine: LocalEngine | None = None
-        self._eos: tuple[int, ...] = ()
-        self._has_tokenizer = False
         self._reload: Reload | None = None
 
     def _groups(self, mesh: RankMesh) -> Any:
@@ -83,9 +74,7 @@ class VllmRollout(BaseReleasingRollout):
         """Collective over the world. Raises Refused too where tensor_parallel doesn't cut the model."""
         is_alone = self._mesh.groups is None
         facts, expected = self._look() if is_alone else on_every_rank(self._mesh.group("dp", TP), self._look)
-        self._eos = eos_ids(facts.path)
-        self._has_tokenizer = has_tokenizer(facts.path)
-        self._engine = LocalEngine(self._config, facts, self._device, has_tokenizer=self._has_tokenizer)
+        self._engine = LocalEngine(self._config, facts, self._device)
         self._reload = None
         return expected
 
@@ -96,11 +85,7 @@ class VllmRollout(BaseReleasingRollout):
         return facts, expected
 
     def generate(self, prompts: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
-        """See `core.rollout.Rollout.generate`. Columns come back on the device of prompt_ids.
-
-        Sample j of the prompt with prompt_id i (its row number where there is no such column) draws from
-        (sampling.seed, i, j); without a seed, from fresh entropy. With temperature 0, log-probabilities RAW and
-        TEMPERATURE are those of the untempered model, PROCESSED are 0, and the metadata `rollout_temperature` is 1.
+        """See BaseRollout.generate.
 
         Collective over the ranks of one dp rank, which give the same rows.
 
@@ -114,13 +99,8 @@ class VllmRollout(BaseReleasingRollout):
         engine = self._running()
         prompt_batch = read_prompts(prompts)
         model_config = engine.llm.llm_engine.model_config
-        vocab_size = model_config.get_vocab_size()
-        check_prompts(prompt_batch, vocab_size, model_config.max_model_len, sampling.max_new_tokens)
         vllm_sampling.check(sampling)
-        ends = stop_ids(sampling, self._eos, vocab_size)
-        check_stop_strings(sampling)
-        if sampling.stop and not self._has_tokenizer:
-            load_tokenizer(self._config.model)  # says what is missing
+        ends = engine.check.stop_ids(prompt_batch, sampling, model_config.get_vocab_size(), model_config.max_model_len)
         prompt_rows, sample = repeat_samples(prompt_batch, sampling.num_samples)
         seeds, randomness = self._randomness(sampling, prompt_rows["prompt_id"].cpu(), sample)
         rows = vllm_sampling.requests(sampling, ends, len(prompt_rows), seeds)
@@ -201,7 +181,7 @@ class VllmRollout(BaseReleasingRollout):
             reload.abort()
 
     def _check_can_release(self) -> None:
-        check_can_sleep(self._config, self._device)
+        check_sleep_mode("vLLM", self._device.type, sleep_mode=self._config.sleep_mode)
 
     def _release_memory(self, tags: Sequence[MemoryTag], released_tags: frozenset[MemoryTag]) -> None:
         llm = self._running().llm

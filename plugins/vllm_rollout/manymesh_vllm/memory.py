@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import attrs
-import torch
 
-from core.errors import Refused
 from core.rollout import MemoryTag
 from manymesh.parts.weight_state import RESUME_ORDER
-from manymesh_vllm.config import VllmRolloutConfig
 
 
 @attrs.frozen
@@ -23,16 +20,6 @@ class Step:
 
     level: int | None = None
     tags: tuple[MemoryTag, ...] = ()
-
-
-def check_can_sleep(config: VllmRolloutConfig, device: torch.device) -> None:
-    """Raises Refused where vLLM would free nothing."""
-    if device.type != "cuda" or not config.sleep_mode:
-        raise Refused(
-            "this rollout cannot give its memory back",
-            have="vLLM's sleep mode frees nothing on CPU, and on CUDA only with sleep_mode",
-            mend="turn release_after_generate off, or set sleep_mode on CUDA",
-        )
 
 
 def sleep_steps(tags: Iterable[MemoryTag], released_tags: frozenset[MemoryTag]) -> Sequence[Step]:

@@ -14,6 +14,8 @@ from vllm.v1.sample.sampler import Sampler
 
 from core.errors import ManymeshError, Refused
 from core.rollout import LogProbKind, SamplingParams
+from manymesh.parts.requests import is_certain
+from manymesh.parts.rollout_checks import not_finite
 from manymesh.parts.scoring import RowScore
 
 COLDEST = 0.01  # vLLM warms what is colder, to this
@@ -27,11 +29,6 @@ def is_scaled(sampling: SamplingParams) -> bool:
     truncation follows, and vLLM's lower bound of temperatures doesn't count.
     """
     return sampling.temperature not in (0, 1) and LogProbKind(sampling.log_probs) is not LogProbKind.RAW
-
-
-def is_certain(sampling: SamplingParams) -> bool:
-    """Whether sampled tokens have log-probability 0: with temperature 0, when PROCESSED."""
-    return sampling.temperature == 0 and LogProbKind(sampling.log_probs) is LogProbKind.PROCESSED
 
 
 def check(sampling: SamplingParams) -> None:
@@ -202,11 +199,3 @@ def row_score(request: vllm.RequestOutput, top_k: int) -> RowScore:
 
 def gave_up(reason: str | None, request_id: str) -> ManymeshError:
     return ManymeshError("vLLM gave up on a request", have=f"finish reason {reason!r}", where=request_id)
-
-
-def not_finite(where: str) -> ManymeshError:
-    return ManymeshError(
-        "the model gave logits that are not finite",
-        where=where,
-        mend="look at the last weight update: parameters may be NaN or infinite",
-    )

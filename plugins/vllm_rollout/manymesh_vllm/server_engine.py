@@ -26,12 +26,14 @@ from core.rollout import GenerationDelta, LogProbKind, MemoryTag, PauseMode, Sam
 from manymesh.parts.base_rollout import Bucket
 from manymesh.parts.environment import environment_of
 from manymesh.parts.event_loop import LoopThread
+from manymesh.parts.requests import RequestCheck, is_certain
+from manymesh.parts.rollout_checks import cannot_run, not_finite
 from manymesh.parts.scoring import RowScore
 from manymesh.parts.server_rows import by_version
 from manymesh_vllm import sampling as vllm_sampling
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.engine_process import KIND, OWNER, ServerExtension
-from manymesh_vllm.local_engine import arguments, cannot_run, check_platform
+from manymesh_vllm.local_engine import arguments, check_platform
 from manymesh_vllm.memory import sleep_steps
 
 ENVIRONMENT = {
@@ -69,7 +71,7 @@ class RowRequest:
         parameters.temperature = sampling.temperature  # log-probabilities are the sampler's affair here
         parameters.extra_args = {KIND: LogProbKind(sampling.log_probs).value}
         parameters.output_kind = RequestOutputKind.DELTA
-        return cls(request_id, tuple(prompt_ids), parameters, vllm_sampling.is_certain(sampling))
+        return cls(request_id, tuple(prompt_ids), parameters, is_certain(sampling))
 
 
 class VllmServerEngine:
@@ -77,17 +79,19 @@ class VllmServerEngine:
 
     Coroutines of this class run on its own loop: `call` waits for one from any thread, `there` awaits one on any loop.
 
+    Attributes:
+        check: what requests are checked against.
+
     Raises:
         Refused: vLLM doesn't take the model or the options.
     """
 
     is_staged = False
 
-    def __init__(
-        self, config: VllmRolloutConfig, facts: ModelFacts, device: torch.device, *, has_tokenizer: bool
-    ) -> None:
+    def __init__(self, config: VllmRolloutConfig, facts: ModelFacts, device: torch.device) -> None:
+        self.check = RequestCheck.of(facts.path)
         extension = f"{ServerExtension.__module__}.{ServerExtension.__name__}"
-        options = arguments(config, facts, device, has_tokenizer=has_tokenizer)
+        options = arguments(config, facts, device, has_tokenizer=self.check.has_tokenizer)
         options |= {"worker_extension_cls": extension, "seed": secrets.randbits(31)}
         environment = ENVIRONMENT | {OWNER: str(os.getpid())}
         if config.tensor_parallel > 1:
@@ -112,7 +116,7 @@ class VllmServerEngine:
             self.call(self.llm.update_weight_version("0"))
         except (ValueError, NotImplementedError, RuntimeError) as error:
             self._thread.end()
-            raise cannot_run(facts, error) from error
+            raise cannot_run("vLLM", facts, error) from error
         except BaseException:
             self._thread.end()
             raise
@@ -295,7 +299,7 @@ def _deltas(
     tokens = tuple(row.token_ids)
     log_probs = tuple(row.logprobs.logprobs[: len(tokens)]) if tokens else ()
     if not all(map(isfinite, log_probs)):
-        raise vllm_sampling.not_finite(f"request {request.id!r}, weight version {version}")
+        raise not_finite(f"request {request.id!r}, weight version {version}")
     if request.certain:
         log_probs = (0.0,) * len(tokens)
     pieces = by_version(starts, num_sent, num_sent + len(tokens))

@@ -9,15 +9,8 @@ from tensordict import TensorDict
 
 from core.rollout import MemoryTag, SamplingParams
 from manymesh.parts.checkpoint_weights import read_checkpoint
-from manymesh.parts.rollout_checks import (
-    check_stop_strings,
-    eos_ids,
-    has_tokenizer,
-    load_tokenizer,
-    not_initialized,
-    stop_ids,
-)
-from manymesh.parts.rollout_rows import check_prompts, token_lists
+from manymesh.parts.rollout_checks import check_sleep_mode, not_initialized
+from manymesh.parts.rollout_rows import token_lists
 from manymesh.parts.row_seeds import row_keys
 from manymesh.parts.server_engine import ServerEngine
 from manymesh.parts.server_rollout import ReleasingServerRollout
@@ -25,7 +18,6 @@ from manymesh.parts.world_mesh import world_mesh, world_size
 from manymesh_vllm import sampling as vllm_sampling
 from manymesh_vllm.config import VllmRolloutConfig
 from manymesh_vllm.local_engine import score_limits
-from manymesh_vllm.memory import check_can_sleep
 from manymesh_vllm.plan import server_plan
 from manymesh_vllm.server_engine import RowRequest, VllmServerEngine
 
@@ -45,14 +37,10 @@ class VllmServerRollout(ReleasingServerRollout):
     def __init__(self, config: VllmRolloutConfig, device: str | None = None) -> None:
         super().__init__(config, device, world_mesh(server_plan(config, world_size(), None)))
         self._vllm: VllmServerEngine | None = None
-        self._eos: tuple[int, ...] = ()
-        self._has_tokenizer = False
 
     def _start(self) -> tuple[ServerEngine, dict[str, torch.Tensor]]:
         facts, expected = read_checkpoint(self._config.model)
-        self._eos = eos_ids(facts.path)
-        self._has_tokenizer = has_tokenizer(facts.path)
-        self._vllm = VllmServerEngine(self._config, facts, self._device, has_tokenizer=self._has_tokenizer)
+        self._vllm = VllmServerEngine(self._config, facts, self._device)
         return self._vllm, expected
 
     def _requests(
@@ -61,13 +49,8 @@ class VllmServerRollout(ReleasingServerRollout):
         if self._vllm is None:
             raise not_initialized()
         model_config = self._vllm.llm.model_config
-        vocab_size = model_config.get_vocab_size()
-        check_prompts(prompts, vocab_size, model_config.max_model_len, sampling.max_new_tokens)
         vllm_sampling.check_untempered(sampling)
-        ends = stop_ids(sampling, self._eos, vocab_size)
-        check_stop_strings(sampling)
-        if sampling.stop and not self._has_tokenizer:
-            load_tokenizer(self._config.model)  # says what is missing
+        ends = self._vllm.check.stop_ids(prompts, sampling, model_config.get_vocab_size(), model_config.max_model_len)
         seeds: Sequence[int | None] = [None] * len(prompts)
         if sampling.temperature and sampling.seed is not None:
             # vLLM wants them in an int64
@@ -84,7 +67,7 @@ class VllmServerRollout(ReleasingServerRollout):
         return score_limits(self._vllm.llm.model_config)
 
     def _check_can_release(self) -> None:
-        check_can_sleep(self._config, self._device)
+        check_sleep_mode("vLLM", self._device.type, sleep_mode=self._config.sleep_mode)
 
     def _resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         super()._resume_memory(tags)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from core.errors import Refused
 from core.rollout import MemoryTag
 from manymesh.parts.weight_state import RELEASE_ORDER, RESUME_ORDER, WeightState
-from manymesh_vllm.config import VllmRolloutConfig
-from manymesh_vllm.memory import check_can_sleep, sleep_steps
+from manymesh_vllm.memory import sleep_steps
 
 
 class Account:
@@ -82,15 +79,3 @@ def test_what_is_released_one_after_the_other_is_all_released(account: Account, 
 def test_resume_without_release_touches_nothing(account: Account) -> None:
     account.resume("weights", "kv_cache")
     assert account.calls == []
-
-
-@pytest.mark.parametrize(
-    ("device", "sleep_mode", "can"), [("cpu", True, False), ("cuda", False, False), ("cuda", True, True)]
-)
-def test_only_an_engine_on_cuda_with_sleep_mode_may_release(device: str, sleep_mode: bool, can: bool) -> None:
-    config = VllmRolloutConfig("model", sleep_mode=sleep_mode)
-    if can:
-        check_can_sleep(config, torch.device(device))
-    else:
-        with pytest.raises(Refused, match="frees nothing on CPU"):
-            check_can_sleep(config, torch.device(device))

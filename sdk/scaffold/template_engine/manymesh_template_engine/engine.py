@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 from manymesh.parts.adamw import ScheduledAdamW
 from manymesh.parts.agreement import on_every_rank
-from manymesh.parts.engine_base import EngineBase, require_world
+from manymesh.parts.engine_base import require_world
 from manymesh.parts.engine_checkpoint import TorchCheckpointer
 from manymesh.parts.live_weights import WeightTable
-from manymesh.parts.log_probs import token_outputs, without_padding
 from manymesh.parts.micro_batches import check_loss
+from manymesh.parts.model_engine import ModelEngine, model_outputs
 from manymesh.parts.pretrained import load_causal_lm
 from manymesh.parts.world_mesh import world_mesh, world_size
 from tensordict import TensorDict
 
 from core.device import choose_device
-from core.engine import MicroResult, WeightSpec
+from core.engine import MicroResult
 from core.loss import LossFn, LossScale
 
 from .config import TemplateEngineConfig
@@ -44,7 +44,7 @@ class State:
     optimizer: ScheduledAdamW | None
 
 
-class TemplateEngine(EngineBase[State]):
+class TemplateEngine(ModelEngine[State]):
     """Meets `core.engine.Engine` and `CheckpointEngine`.
 
     Args:
@@ -81,12 +81,6 @@ class TemplateEngine(EngineBase[State]):
         optimizer = ScheduledAdamW(dict(model.named_parameters()), config.optimizer) if config.trainable else None
         self._state = State(model, WeightTable(model), optimizer)
 
-    def _set_training(self, training: bool) -> bool:
-        model = self._ready().model
-        before = bool(model.training)
-        model.train(training)
-        return before
-
     def forward_backward(
         self,
         micro_batches: Sequence[TensorDict],
@@ -114,7 +108,7 @@ class TemplateEngine(EngineBase[State]):
             with torch.no_grad() if forward_only else nullcontext():
                 for batch in micro_batches:
                     batch = batch.to(self._device)
-                    values = self._outputs(state.model, batch, needs, temperature)
+                    values = model_outputs(state.model, batch, needs, temperature)
                     metrics: Mapping[str, Any] = {}
                     if loss_fn is not None:
                         loss, metrics = loss_fn({name: values[name] for name in loss_fn.needs}, batch, scale)
@@ -131,49 +125,9 @@ class TemplateEngine(EngineBase[State]):
             raise
         return results
 
-    def _outputs(
-        self, model: Any, batch: TensorDict, needs: frozenset[str], temperature: float
-    ) -> dict[str, torch.Tensor]:
-        """These outputs, padded (rows, tokens) fp32, 0 at position 0 and in padding."""
-        if not needs:
-            return {}
-        # No mask: padding stands on the right, where a causal model's real tokens don't look.
-        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        values = token_outputs(
-            logits,
-            batch["input_ids"],
-            temperature,
-            entropy="entropy" in needs,
-            teacher_ids=batch["teacher_ids"] if "top_log_probs" in needs else None,
-        )
-        mask = batch["attention_mask"].bool()
-        return {name: without_padding(value, mask) for name, value in values.items() if name in needs}
-
-    def weight_specs(self) -> Sequence[WeightSpec]:
-        return self._ready().weights.specs()
-
     def export_weights(self, dst: Literal["all", "first"] = "all") -> Iterator[tuple[str, torch.Tensor]]:
         """See core.engine.Engine. A tensor is the receiver's own: later training doesn't change it."""
-        return self._export(self._ready().weights, empty=dst == "first" and self._mesh.rank > 0)
-
-    def _export(self, weights: WeightTable, *, empty: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        for spec in weights.specs():
-            tensor = weights.target(spec.name)
-            yield spec.name, tensor.new_empty(0) if empty else tensor.clone()
-
-    def load_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Raises Refused: an unknown or doubled name or a wrong shape, at once; missing names, at the end."""
-        self._ready().weights.load(stream)
-
-    def save_checkpoint(self, path: str, *, step: int) -> None:
-        """Collective; see TorchCheckpointer.save."""
-        state = self._ready()
-        self._checkpointer.save(path, state.model, state.optimizer, step)
-
-    def load_checkpoint(self, path: str) -> int:
-        """Collective; see TorchCheckpointer.load."""
-        state = self._ready()
-        return self._checkpointer.load(path, state.model, state.optimizer)
+        return self._ready().weights.export(empty=dst == "first" and self._mesh.rank > 0)
 
 
 def _sum_over_ranks(parameters: Sequence[torch.nn.Parameter], earlier: Sequence[torch.Tensor | None]) -> None:
