@@ -107,6 +107,13 @@ def test_the_reference_has_every_public_name_of_core_and_every_part() -> None:
     assert set(typed_imports("core")) | parts <= headings
 
 
+def test_the_page_on_plugins_has_every_part() -> None:
+    page = (DOCS / "plugin.md").read_text()
+    assert [
+        file.stem for file in (DOCS.parent / "manymesh/parts").glob("[a-z]*.py") if f"`{file.stem}`" not in page
+    ] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_in_the_docs_compiles_and_links_lead_somewhere(page: Path) -> None:
     text = page.read_text()

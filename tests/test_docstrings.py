@@ -15,24 +15,26 @@ Described = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 def described(docstring: str) -> set[str]:
     """The names in its section of arguments."""
-    _, found, section = docstring.partition("Args:\n")
-    section = re.split(r"\n(?=\S)", section)[0] if found else ""
+    _, heading, section = docstring.partition("Args:\n")
+    section = re.split(r"\n(?=\S)", section)[0] if heading else ""
     return {name.strip("*") for names in ARGUMENTS.findall(section) for name in names.split(", ")}
 
 
 def arguments(node: Described) -> set[str] | None:
-    """The names that it can be called with; None for a class that inherits its constructor."""
+    """The names that it can be called with; None where others may pass: **options, or an inherited constructor."""
     if isinstance(node, ast.ClassDef):
-        (init, *_) = [*(each for each in node.body if getattr(each, "name", "") == "__init__"), None]
-        fields = {
-            each.target.id for each in node.body if isinstance(each, ast.AnnAssign) if isinstance(each.target, ast.Name)
-        }
-        if not isinstance(init, ast.FunctionDef):
-            return fields or None
-        return fields | (arguments(init) or set())
+        annotated = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+        fields = {target.id for target in annotated if isinstance(target, ast.Name)}
+        for each in node.body:
+            if isinstance(each, ast.FunctionDef) and each.name == "__init__":
+                names = arguments(each)
+                return None if names is None else names | fields
+        return fields or None
     every = node.args
-    variadic = [each for each in (every.vararg, every.kwarg) if each is not None]
-    return {each.arg for each in (*every.posonlyargs, *every.args, *every.kwonlyargs, *variadic)}
+    if every.kwarg is not None:
+        return None
+    positional = [*every.posonlyargs, *every.args, *([] if every.vararg is None else [every.vararg])]
+    return {each.arg for each in (*positional, *every.kwonlyargs)}
 
 
 def untrue(text: str) -> Iterator[str]:
