@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 SGLANG := .venv-sglang
 SEED ?= 0
 
-.PHONY: help env docs demo smollm2 test test-ci test-slow test-vllm bench-vllm test-sglang bench-sglang test-megatron-newest lint format types bench wheels clean
+.PHONY: help env docs demo smollm2 test test-ci test-slow test-gpu test-vllm bench-vllm test-sglang bench-sglang test-megatron-newest lint format types bench wheels clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -38,6 +38,9 @@ test-slow: $(STAMP) $(VLLM)/.built $(SGLANG)/.built ## what takes minutes: wheel
 	$(PY) -m pytest -m slow
 	$(VLLM)/bin/python -m pytest -m slow plugins/vllm_rollout/tests/engine
 	$(SGLANG)/bin/python -m pytest -m slow plugins/sglang_rollout/tests
+
+test-gpu: $(STAMP) ## on a machine with a GPU: what can be known only there, in ten minutes; figures in runs/gpu.json
+	$(PY) -m sdk gpu --json runs/gpu.json
 
 $(VLLM)/.built: $(BUILT_FROM) requirements/vllm.txt
 	bash scripts/environment.sh $(VLLM) -r requirements/vllm.txt

@@ -1,4 +1,4 @@
-"""For authors of plugins and operators: `python -m sdk new | check | doctor`."""
+"""For authors of plugins and operators: `python -m sdk new | check | doctor | gpu`."""
 
 from __future__ import annotations
 
@@ -39,6 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_argument("names", nargs="*", metavar="PLUGIN", help="those that will be used; default: all installed")
     doctor.add_argument("--json", action="store_true", help="print JSON (schema 1)")
     doctor.set_defaults(run=_doctor)
+
+    gpu = commands.add_parser("gpu", help="run on a GPU what can be known only there; ten minutes")
+    gpu.add_argument("--only", default="", metavar="04,05", help="numbers of steps; default: all")
+    gpu.add_argument("--list", action="store_true", help="say what each step measures, and run none")
+    gpu.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    gpu.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds for all steps; default: 600")
+    gpu.add_argument("--json", type=Path, metavar="FILE", help="write what was found (schema 1)")
+    gpu.set_defaults(run=_gpu)
 
     args = parser.parse_args(argv)
     try:
@@ -82,6 +90,28 @@ def _doctor(args: Any) -> int:
     from sdk.doctor.look import look
 
     return _report(look(args.names), args.json)
+
+
+def _gpu(args: Any) -> int:
+    from sdk.gpu import report
+    from sdk.gpu.outline import select
+    from sdk.gpu.runner import run_steps
+
+    steps = select(args.only)
+    if args.list:
+        for step in steps:
+            print(f"{step.number} {step.title} ({step.limit_s:g} s)\n   {step.measures}")
+        return 0
+    if (device := args.device) is None:
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        print("no GPU is used: steps that need CUDA are absent, the others run on CPU to test the program itself")
+    results = report.show(run_steps(steps, device, args.limit), lambda line: print(line, flush=True))
+    if args.json:
+        report.write(results, device, args.json)
+    return 0 if report.passed(results) else 1
 
 
 def _report(findings: Iterable[Finding], as_json: bool) -> int:
