@@ -124,7 +124,8 @@ def _tensors(run: StepRun) -> dict[str, torch.Tensor]:
 def _joined(run: StepRun, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     specs = [WeightSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()]
     buckets = plan(specs, 100_000)
-    joiner, come = Joiner(specs, run.device), {}
+    joiner = Joiner(specs, run.device)
+    come: dict[str, torch.Tensor] = {}
     for bucket, pieces in zip(buckets, fill_buckets(specs, buckets, tensors.items()), strict=True):
         # As a transfer hands them over: copies, not the sender's memory.
         come.update(joiner.add(bucket, [piece.clone() for piece in pieces]))

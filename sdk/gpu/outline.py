@@ -40,6 +40,37 @@ STEPS: tuple[Step, ...] = (
         " the same to the bit, also where two streams do it.",
         "sdk.gpu.numbers:digests_and_buckets",
     ),
+    Step(
+        "04",
+        "fsdp, conformance",
+        120,
+        "The conformance kit's tests of numbers, life, weights and checkpoints on the FSDP engine in fp32.",
+        "sdk.gpu.fsdp:engine_suite",
+    ),
+    Step(
+        "05",
+        "fsdp in bf16",
+        120,
+        "A model of a billion parameters with fp32 parameters, passes in bf16 and recomputing: tokens a second against"
+        " a bare loop on FSDP2 and against fp32, waits for the device, peak memory by number of micro-batches.",
+        "sdk.gpu.fsdp:mixed_precision",
+    ),
+    Step(
+        "06",
+        "small steps",
+        45,
+        "Whether 20 steps of learning rate 1e-6 move the parameters, with fp32 parameters and with bf16 ones, which an"
+        " engine may refuse.",
+        "sdk.gpu.fsdp:small_steps",
+    ),
+    Step(
+        "07",
+        "fsdp, offload",
+        90,
+        "State sent to the CPU and fetched again: the next step is the same, the device is empty meanwhile, GB a second"
+        " each way; what a step leaves behind; checkpoints of offloaded state.",
+        "sdk.gpu.fsdp:offload",
+    ),
 )
 
 
