@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, Self, TypeVar, cast
 
 import attrs
 
 from core.errors import ConfigError, Refused, did_you_mean
 
 T = TypeVar("T")
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @attrs.frozen
@@ -43,9 +44,18 @@ class EngineConfig:
 
     model: str  # directory of a Hugging Face checkpoint
     trainable: bool = True  # False: no gradients, no optimizer (a reference policy)
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the parameters
+    dtype: Dtype = "auto"  # of the parameters; auto: what is right for the device
     optimizer: OptimizerConfig = attrs.field(factory=OptimizerConfig)
     seed: int = 0  # of the random generators of training, such as dropout's
+
+    def on(self, device: str) -> Self:
+        """The options as they hold on a type of device ("cpu", "cuda"): none is left to the device any more.
+
+        A pure function that an engine calls where it is built, since only there the device is known. An engine that
+        can compute in fewer bits than its optimizer steps in has a rule of its own. Here "auto" is float32, on every
+        device: a step of a small learning rate is lost in 16 bits.
+        """
+        return attrs.evolve(self, dtype="float32") if self.dtype == "auto" else self
 
 
 @attrs.frozen
@@ -53,8 +63,26 @@ class RolloutConfig:
     """What every rollout backend understands. Backends subclass it and add their own options."""
 
     model: str  # directory of a Hugging Face checkpoint
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights
+    dtype: Dtype = "auto"  # of weights and computation; auto: bfloat16 on GPUs, float32 on CPU
     seed: int = 0  # of the engine's own random generators; SamplingParams.seed is that of what is sampled
+
+    def on(self, device: str) -> Self:
+        """As EngineConfig.on."""
+        return attrs.evolve(self, dtype=sampling_dtype(device)) if self.dtype == "auto" else self
+
+
+def sampling_dtype(device: str) -> Dtype:
+    """What "auto" is for weights that nobody trains: GPUs' fast units and attention kernels want 16 bits."""
+    return "float32" if device == "cpu" else "bfloat16"
+
+
+def left_to_device(config: Any, device: str) -> dict[str, Any]:
+    """The options that a config leaves to the device, with what they are on it; none of a config without `on`."""
+    if not isinstance(config, EngineConfig | RolloutConfig):
+        return {}
+    there = config.on(device)
+    names = [field.name for field in attrs.fields(type(config))]
+    return {name: getattr(there, name) for name in names if getattr(there, name) != getattr(config, name)}
 
 
 def structure(cls: type[T], data: Any, where: str = "config") -> T:

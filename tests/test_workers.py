@@ -16,10 +16,12 @@ from torch.distributed.tensor import DTensor
 from core._rows.shards import Block, Shard, deal_rows
 from core.batch import jagged_from, metadata, num_rows, row_lengths, select, take, to_padded
 from core.errors import BadAnswer, ConfigError, Refused
+from core.group import RayClassWithInitArgs
 from core.loss import LossSpec
 from core.rollout import LogProbKind, SamplingParams
 from core.transport.local import LocalWorkerGroup
 from core.worker import WorkerContext, placed
+from manymesh.recipes.grpo.workers import Workers
 from manymesh.workers import (
     ActorRolloutRefConfig,
     ActorRolloutRefWorker,
@@ -453,6 +455,18 @@ def test_a_role_has_its_parts_and_refuses_what_belongs_to_others(model: str, rol
         else:
             with pytest.raises(Refused, match=f"has no {part}"):
                 call()
+
+
+def test_what_was_left_to_the_device_is_told_by_part(model: str) -> None:
+    config = whole_config(model, "actor_rollout_ref")
+    with LocalWorkerGroup(RayClassWithInitArgs(ActorRolloutRefWorker, config)) as group:
+        assert group.settled_options() == {}, "nothing is built"
+        group.init_model()
+        parts = group.settled_options()
+        assert parts == {part: {"dtype": "float32"} for part in ("actor", "ref", "rollout")}
+        assert (
+            Workers.shared(group).settled_options() == "actor dtype=float32, ref dtype=float32, rollout dtype=float32"
+        )
 
 
 def test_a_role_without_the_config_of_its_parts_is_refused() -> None:

@@ -23,12 +23,22 @@ class ScheduledAdamW(Scheduled):
     Args:
         parameters: by name, all sharded over `group` (DTensors), or plain where the group is one rank.
         group: the process group of their mesh; None where every rank holds all of every parameter, and of its gradient.
+
+    Raises:
+        Refused: parameters of 16 bits, since they are what the optimizer steps.
     """
 
     def __init__(
         self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, group: Any = None
     ) -> None:
         self._parameters, self._group = dict(parameters), group
+        if short := sorted({str(p.dtype) for p in self._parameters.values() if p.element_size() < 4}):
+            raise Refused(
+                "in 16 bits a step of a small learning rate changes no parameter",
+                have=f"parameters of {', '.join(short)}",
+                want="float32",
+                mend="set dtype='float32', and compute in 16 bits where the engine can",
+            )
         matrices = [p for p in self._parameters.values() if p.ndim > 1]
         others = [p for p in self._parameters.values() if p.ndim <= 1]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]

@@ -34,9 +34,9 @@ class BaseRollout(ABC):
     """
 
     def __init__(self, config: RolloutConfig, device: str | None, mesh: RankMesh) -> None:
-        self._config: RolloutConfig = config
         self._mesh = mesh
         self._device = choose_device(device)
+        self._config: RolloutConfig = config.on(self._device.type)
         self._weights: WeightState | None = None
         self._expected: Mapping[str, torch.Tensor] = {}
         self._announced: Announced | None = None

@@ -13,6 +13,7 @@ from core.config import structure
 from core.dispatch import Dispatch, on_mesh, register
 from core.errors import ConfigError, Refused, did_you_mean
 from core.loss import LossFn, LossSpec, Metric
+from core.manifest import Kind
 from core.rollout import Rollout
 from manymesh.parts.rollout_checks import resume_memory
 from manymesh.workers.rollout import GeneratingWorker, RolloutWorkerConfig
@@ -104,6 +105,14 @@ class ActorRolloutRefWorker(GeneratingWorker):
             )
         if "rollout" in parts and config.rollout is not None:
             self.build_rollout(config.rollout)
+
+    def configs(self) -> Mapping[str, tuple[Kind, str, Any, str | None]]:
+        engines = {"actor": self.actor, "ref": self.ref}
+        built = {name: engine.config for name, engine in engines.items() if engine is not None}
+        return {
+            **{name: ("engine", each.backend, each.engine, each.device) for name, each in built.items()},
+            **super().configs(),
+        }
 
     @register()
     def set_loss_fn(self, loss: LossSpec | LossFn) -> None:

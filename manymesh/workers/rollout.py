@@ -11,10 +11,11 @@ from tensordict import TensorDict
 
 from core.batch import num_rows
 from core.columns import GENERATED
-from core.config import structure
+from core.config import left_to_device, structure
+from core.device import choose_device
 from core.dispatch import Dispatch, on_mesh, register
 from core.errors import BadAnswer, Refused
-from core.manifest import Capability
+from core.manifest import Capability, Kind
 from core.registry import Choice, EngineRegistry
 from core.rollout import MemoryTag, Rollout, SamplingParams, ScoringRollout
 from manymesh.parts.rollout_checks import releasing
@@ -65,6 +66,19 @@ class GeneratingWorker(WeightWorker):
         if self.rollout is None:
             raise Refused("the worker has no rollout yet", mend="call init_model first")
         return self.rollout
+
+    def configs(self) -> Mapping[str, tuple[Kind, str, Any, str | None]]:
+        """Of each part that the worker has: its backend's kind and name, its options, its device."""
+        asked = self.rollout_config
+        return {"rollout": ("rollout", asked.backend, asked.engine, asked.device)} if asked is not None else {}
+
+    @register(Dispatch.RANK_ZERO)
+    def settled_options(self) -> dict[str, dict[str, Any]]:
+        """By part ("actor", "ref", "rollout") the options that were left to the device, with what they are on it."""
+        return {
+            part: left_to_device(EngineRegistry.get(name, kind).config(options), choose_device(device).type)
+            for part, (kind, name, options, device) in self.configs().items()
+        }
 
     @property
     def newest_version(self) -> int | None:

@@ -87,6 +87,8 @@ class GrpoTrainer:
             f"loading {self.config.model.path} on {workers.world_size} workers ...", highlight=False, soft_wrap=True
         )
         workers.init_model()
+        if settled := workers.settled_options():
+            console.print(f"left to the devices: {settled}", highlight=False, soft_wrap=True)
         step = self._restore(workers)
         workers.sync.sync()
         tracker = Tracker(directory.path, step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import attrs
 
@@ -38,6 +39,14 @@ class Workers:
         with ThreadPoolExecutor(2) as pool:
             for future in [pool.submit(group.init_model) for group in self._groups]:
                 future.result()
+
+    def settled_options(self) -> str:
+        """What was left to the devices and is settled there, in words: "actor dtype=float32"; "" where nothing was."""
+        found: dict[str, dict[str, Any]] = {}
+        for group in self._groups:
+            found |= group.settled_options()
+        said = {part: " ".join(f"{name}={value}" for name, value in each.items()) for part, each in found.items()}
+        return ", ".join(f"{part} {each}" for part, each in said.items() if each)
 
     @property
     def _groups(self) -> tuple[WorkerGroup, ...]:

@@ -56,7 +56,8 @@ class FsdpEngine(OffloadEngineBase[FsdpState], ModelEngine[FsdpState]):
 
     def __init__(self, config: FsdpConfig, device: str | None = None) -> None:
         require_world()
-        self._config, self._device = config, choose_device(device)
+        self._device = choose_device(device)
+        self._config = config = config.on(self._device.type)
         layout_plan = plan(config, dist.get_world_size())
         super().__init__(
             world_mesh(layout_plan),

@@ -18,10 +18,18 @@ def plan(config: FsdpConfig, world_size: int, model: ModelFacts | None = None) -
     """One axis, `fsdp`: every rank has its own rows, and its output is collected.
 
     Raises:
-        Refused: no rank, flash attention in fp32, or packing of a model whose layers would leak between rows.
+        Refused: no rank, flash attention in fp32, training of 16-bit parameters, or packing of a model whose layers
+            would leak between rows.
     """
     if world_size < 1:
         raise Refused("an engine needs at least one rank", have=world_size, want="a world size of 1 or more")
+    if config.trainable and config.dtype in ("bfloat16", "float16"):
+        raise Refused(
+            "the optimizer works on the parameters, and in 16 bits a step of a small learning rate changes none",
+            have=f"trainable, dtype={config.dtype!r}",
+            want="float32 parameters; forward and backward may run in 16 bits",
+            mend=f"set dtype='float32', compute_dtype={config.dtype!r}",
+        )
     compute = config.compute_dtype or config.dtype
     if config.flash_attention and compute == "float32":
         raise Refused(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from fsdp_steps import build, step
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,11 +48,56 @@ def test_illegal_plans_are_refused() -> None:
     with pytest.raises(Refused, match="at least one rank"):
         plan(FsdpConfig("x"), 0)
     with pytest.raises(Refused, match="float32"):
-        plan(FsdpConfig("x", attn_implementation="flash_attention_2"), 1)
+        plan(FsdpConfig("x", dtype="float32", attn_implementation="flash_attention_2"), 1)
     hybrid = ModelFacts("x", "hybrid", {"layer_types": ["full_attention", "linear_attention"]})
     with pytest.raises(Refused, match="leak"):
         plan(FsdpConfig("x", packing=True), 1, hybrid)
     assert not plan(FsdpConfig("x"), 1, hybrid).limits.packed
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_training_of_16_bit_parameters_is_refused_with_the_options_that_learn(dtype) -> None:
+    with pytest.raises(Refused) as refused:
+        plan(FsdpConfig("x", dtype=dtype), 1)
+    assert refused.value.mend == f"set dtype='float32', compute_dtype='{dtype}'"
+    plan(FsdpConfig("x", dtype=dtype, trainable=False), 1)
+
+
+def test_a_small_learning_rate_moves_no_16_bit_parameter() -> None:
+    """Why the planner refuses."""
+    for dtype, moved in ((torch.bfloat16, 0), (torch.float32, 1000)):
+        start = torch.linspace(0.005, 0.045, 1000).to(dtype)
+        parameter = torch.nn.Parameter(start.clone())
+        optimizer = torch.optim.AdamW([parameter], lr=1e-6, weight_decay=0.0)
+        for _ in range(20):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        assert int((parameter.detach() != start).sum()) == moved
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "want"),
+    [
+        ({}, "cpu", ("float32", None)),
+        ({}, "cuda", ("float32", "bfloat16")),
+        ({"trainable": False}, "cuda", ("bfloat16", "bfloat16")),
+        ({"compute_dtype": "float32"}, "cuda", ("float32", "float32")),
+        ({"dtype": "float32"}, "cuda", ("float32", None)),
+        ({"compute_dtype": "bfloat16"}, "cpu", ("float32", "bfloat16")),
+    ],
+)
+def test_auto_trains_fp32_parameters_and_on_gpus_computes_in_bf16(options, device, want) -> None:
+    there = FsdpConfig("x", **options).on(device)
+    assert (there.dtype, there.compute_dtype) == want
+    plan(there, 2)
+
+
+def test_flash_attention_goes_with_auto_on_gpus_alone() -> None:
+    config = FsdpConfig("x", attn_implementation="flash_attention_2")
+    plan(config, 1)  # the driver doesn't know the device
+    plan(config.on("cuda"), 1)
+    with pytest.raises(Refused, match="float32"):
+        plan(config.on("cpu"), 1)
 
 
 def test_a_config_is_structured_and_its_errors_name_the_key() -> None:

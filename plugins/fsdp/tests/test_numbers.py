@@ -7,9 +7,10 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from fsdp_steps import train
+from fsdp_steps import build, infer, train
 from transformers import AutoModelForCausalLM
 
+from manymesh_fsdp.config import FsdpConfig
 from sdk.reference import OPTIMIZER, PlainTrainer, make_batch, movement_error
 
 BATCHES = [make_batch(seed=0), make_batch(seed=1)]
@@ -84,7 +85,13 @@ def test_bf16_compute_keeps_fp32_weights_and_follows_the_plain_loop_roughly(on, 
     assert 1e-4 < movement_error(ranks[0]["weights"], plain["weights"], plain["start"]) < 0.7
 
 
-def test_bf16_parameters_train(on, qwen3) -> None:
-    run = on(2, train, qwen3, BATCHES, 2, dtype="bfloat16")[0]
-    assert {each.dtype for each in run["weights"].values()} == {torch.bfloat16}
-    assert all(norm > 0 and not skipped for _, norm, skipped in run["steps"])
+def test_a_reference_in_bf16_scores_as_the_policy_that_computes_in_bf16(on, qwen3) -> None:
+    """What "auto" makes of the two on GPUs."""
+    batch = BATCHES[0]
+    policy, reference = (FsdpConfig(qwen3, trainable=trainable).on("cuda") for trainable in (True, False))
+    assert reference.dtype == reference.compute_dtype == policy.compute_dtype == "bfloat16"
+    scores = [
+        infer(build(qwen3, trainable=config.trainable, dtype=config.dtype, compute_dtype="bfloat16"), batch)
+        for config in (policy, reference)
+    ]
+    assert torch.equal(scores[0]["log_probs"], scores[1]["log_probs"])

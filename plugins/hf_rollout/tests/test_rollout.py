@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensordict import TensorDict
 
 import manymesh.parts.saved_form
@@ -65,6 +66,15 @@ def test_a_model_in_bfloat16_takes_weights_in_float32(models: Models) -> None:
     halves = ready(models.directory(1), dtype="bfloat16")
     update(halves, models.weights(2), 1)
     assert rows(halves) == rows(ready(models.directory(2), dtype="bfloat16"))
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16")])
+def test_what_is_left_to_the_device_is_settled_where_the_rollout_is_built(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: str
+) -> None:
+    monkeypatch.setattr("manymesh.parts.base_rollout.choose_device", lambda _: torch.device(device))
+    assert HfRollout(HfRolloutConfig("x"))._config.dtype == dtype
+    assert HfRollout(HfRolloutConfig("x", dtype="float16"))._config.dtype == "float16"
 
 
 def test_tied_weights_stay_tied(models: Models) -> None:

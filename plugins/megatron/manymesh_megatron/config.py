@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import attrs
 
-from core.config import EngineConfig
+from core.config import EngineConfig, sampling_dtype
 from core.errors import ConfigError
 
 ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
@@ -146,6 +146,11 @@ class MegatronConfig(EngineConfig):
                 where="overlap_param_gather",
                 mend="set both, or overlap_param_gather=false",
             )
+
+    def on(self, device: str) -> Self:
+        """As EngineConfig.on. "auto" is float32 on CPU and bfloat16 elsewhere, where the optimizer steps in float32
+        copies."""
+        return attrs.evolve(self, dtype=sampling_dtype(device)) if self.dtype == "auto" else self
 
     @property
     def expert_tensor_size(self) -> int:

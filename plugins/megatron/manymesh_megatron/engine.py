@@ -60,8 +60,8 @@ class MegatronEngine(OffloadEngineBase[MegatronState]):
 
     def __init__(self, config: MegatronConfig, device: str | None = None, *, model_type: str | None = None) -> None:
         require_world()
-        self._config, self._value_head = config, model_type == "value_model"
-        self._runtime = Runtime.choose(config, device)
+        self._runtime, self._value_head = Runtime.choose(config, device), model_type == "value_model"
+        self._config = config = config.on(self._runtime.device.type)
         world = dist.group.WORLD
         self._model: ModelFacts = on_first_rank(world, lambda: ModelFacts.read(config.model))
         layout_plan = plan(config, dist.get_world_size(), self._model)

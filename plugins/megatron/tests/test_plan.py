@@ -312,8 +312,18 @@ def test_every_option_is_in_the_readme() -> None:
     }
 
 
+@pytest.mark.parametrize("trainable", [True, False])
+def test_auto_is_bf16_on_gpus_where_the_optimizer_has_fp32_copies(trainable: bool) -> None:
+    config = MegatronConfig("m", trainable=trainable)
+    assert [config.on(device).dtype for device in ("cpu", "cuda")] == ["float32", "bfloat16"]
+    assert MegatronConfig("m", dtype="float32").on("cuda").dtype == "float32"
+    plan(config, 2)
+
+
 def test_listing_and_planning_import_neither_torch_nor_megatron() -> None:
-    modules = ", ".join(f"manymesh_megatron.{name}" for name in ("manifest", "config", "families", "rules", "plan"))
+    modules = ", ".join(
+        f"manymesh_megatron.{name}" for name in ("manifest", "config", "families", "rules", "plan", "memory")
+    )
     code = f"""
 import sys, {modules}
 from core.manifest import ModelFacts

@@ -65,7 +65,8 @@ class DdpEngine(ModelEngine[DdpState]):
         require_world()
         layout_plan = plan(config, world_size(), None)
         super().__init__(world_mesh(layout_plan), layout_plan.limits)
-        self._config, self._device = config, choose_device(device)
+        self._device = choose_device(device)
+        self._config = config.on(self._device.type)
         self._checkpointer = TorchCheckpointer(NAME, self._device)
 
     def initialize(self) -> None:
