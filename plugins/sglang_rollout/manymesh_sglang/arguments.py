@@ -6,24 +6,18 @@ from typing import Any
 
 import torch
 
-from core.errors import ManymeshError
+from core.errors import ManymeshError, Refused
 from core.manifest import ModelFacts
-from manymesh_sglang.config import SglangRolloutConfig
+from manymesh_sglang.config import CPU_KV_TOKENS, SPARE, SglangRolloutConfig, context
 from manymesh_sglang.sampler_protocol import SWITCH
 
-CPU_KV_TOKENS = 16384
-SPARE = 8  # tokens that SGLang keeps free of a context, and of the KV cache
-
-
-def context(config: SglangRolloutConfig, facts: ModelFacts) -> int:
-    """Tokens of prompt and response together."""
-    return config.max_model_len or facts.get("max_position_embeddings") or 8192
+GIB = 2**30
 
 
 def arguments(
     config: SglangRolloutConfig, facts: ModelFacts, device: torch.device, *, has_tokenizer: bool
 ) -> dict[str, Any]:
-    """Keywords of SGLang's ServerArgs."""
+    """Keywords of SGLang's ServerArgs. Raises Refused where less of the GPU is free than the rollout shall have."""
     on_cpu = device.type == "cpu"
     length = context(config, facts)
     options: dict[str, Any] = {
@@ -36,7 +30,6 @@ def arguments(
         "context_length": length + SPARE,
         "max_running_requests": config.max_num_seqs,
         "max_total_tokens": config.kv_cache_tokens,
-        "mem_fraction_static": config.gpu_memory_utilization,
         "disable_radix_cache": not config.enable_prefix_caching,
         "sampling_defaults": "openai",  # a checkpoint's top_k or penalties must not slip in
         "skip_tokenizer_init": not has_tokenizer,
@@ -56,8 +49,34 @@ def arguments(
             "mem_fraction_static": 0.3,  # of the host's memory, and an upper bound only
         }
     else:
-        options |= {"disable_cuda_graph": bool(config.enforce_eager), "enable_memory_saver": config.sleep_mode}
+        free, total = torch.cuda.mem_get_info(device)
+        options |= {
+            "disable_cuda_graph": bool(config.enforce_eager),
+            "enable_memory_saver": config.sleep_mode,
+            "mem_fraction_static": share_of_free(config.gpu_memory_utilization, free, total),
+        }
     return options | dict(config.sglang)
+
+
+def share_of_free(share: float, free: int, total: int) -> float:
+    """What SGLang takes as `mem_fraction_static`, which is of the memory that is free when it starts.
+
+    Args:
+        share: of all of the GPU's memory, for weights and KV cache.
+        free, total: bytes.
+
+    Raises:
+        Refused: so much isn't free.
+    """
+    if share * total > free:
+        raise Refused(
+            "the GPU has less memory free than the rollout shall have",
+            have=f"{free / GIB:.1f} of {total / GIB:.1f} GiB free",
+            want=f"{share * total / GIB:.1f} GiB: gpu_memory_utilization {share}",
+            mend=f"set gpu_memory_utilization to {int(free / total * 100) / 100} or less, or have the trainer in the "
+            "same process offload its parameters and optimizer",
+        )
+    return share * total / free
 
 
 def environment(device: torch.device) -> dict[str, str]:

@@ -9,6 +9,10 @@ import attrs
 
 from core.config import RolloutConfig
 from core.errors import ConfigError
+from core.model_facts import ModelFacts
+
+CPU_KV_TOKENS = 16384  # of the KV cache on CPU, unless told otherwise
+SPARE = 8  # tokens that SGLang keeps free of a context, and of the KV cache
 
 # What the rollouts say to SGLang themselves, and which of our options says it.
 OURS = {
@@ -51,7 +55,8 @@ class SglangRolloutConfig(RolloutConfig):
         max_num_seqs: rows that run at once; the others wait.
         kv_cache_tokens: size of the KV cache; None for what gpu_memory_utilization leaves, and for 16384 on CPU (or a
             context, if that is more).
-        gpu_memory_utilization: share of a GPU's memory for weights and KV cache; the trainer has the rest.
+        gpu_memory_utilization: share of all of a GPU's memory for weights and KV cache, whatever the trainer holds when
+            SGLang starts; the trainer, and SGLang's forward passes, have the rest.
         enable_prefix_caching: prompts that begin alike are computed once. Dropped at every weight update.
         enforce_eager: no CUDA graphs; None for False on GPU. There are none on CPU.
         sleep_mode: let release() free memory; only on CUDA.
@@ -134,3 +139,8 @@ class SglangServerConfig(SglangRolloutConfig):
             raise ConfigError(
                 "weights by disk want a directory that the server sees too", where="weights_dir", mend="set weights_dir"
             )
+
+
+def context(config: SglangRolloutConfig, model: ModelFacts) -> int:
+    """Tokens of prompt and response together."""
+    return config.max_model_len or model.get("max_position_embeddings") or 8192

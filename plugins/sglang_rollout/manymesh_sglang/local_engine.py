@@ -23,8 +23,8 @@ from core.manifest import ModelFacts
 from manymesh.parts.environment import environment_of
 from manymesh.parts.rollout_checks import cannot_run
 from manymesh.parts.scoring import RowScore
-from manymesh_sglang.arguments import SPARE, arguments, died, environment
-from manymesh_sglang.config import SglangRolloutConfig
+from manymesh_sglang.arguments import arguments, died, environment
+from manymesh_sglang.config import SPARE, SglangRolloutConfig
 from manymesh_sglang.flattened_bucket import flatten
 from manymesh_sglang.sampling import PROBE, check_probe, row_score, score_request
 

@@ -15,8 +15,7 @@ from core.rollout import SamplingParams
 from manymesh.parts.requests import RequestCheck
 from manymesh.parts.row_seeds import row_keys
 from manymesh_sglang import sampling as sglang_sampling
-from manymesh_sglang.arguments import context
-from manymesh_sglang.config import SglangRolloutConfig
+from manymesh_sglang.config import SglangRolloutConfig, context
 from manymesh_sglang.sampler_protocol import SEED_BITS
 
 

@@ -17,8 +17,8 @@ from manymesh.parts.rollout_rows import token_lists
 from manymesh.parts.server_engine import ServerEngine
 from manymesh.parts.server_rollout import ReleasingServerRollout
 from manymesh.parts.world_mesh import world_mesh, world_size
-from manymesh_sglang.arguments import SPARE, arguments, environment
-from manymesh_sglang.config import SglangServerConfig
+from manymesh_sglang.arguments import arguments, environment
+from manymesh_sglang.config import SPARE, SglangServerConfig
 from manymesh_sglang.http import HttpClient
 from manymesh_sglang.plan import server_plan
 from manymesh_sglang.requests import Asking
