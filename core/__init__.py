@@ -49,6 +49,10 @@ if TYPE_CHECKING:
     from core.manifest import Manifest as Manifest
     from core.manifest import Plan as Plan
     from core.manifest import Planner as Planner
+    from core.memory import Load as Load
+    from core.memory import Memory as Memory
+    from core.memory import MemoryEstimator as MemoryEstimator
+    from core.memory import Phase as Phase
     from core.mesh import Mesh as Mesh
     from core.mesh import MeshLayout as MeshLayout
     from core.mesh import RankMesh as RankMesh

@@ -102,6 +102,7 @@ def as_dict(entry: Entry, in_full: bool = False) -> dict[str, Any]:
         "requires": [attrs.asdict(need) for need in entry.needs()],
         "config": entry.manifest.config and str(entry.manifest.config),
         "planner": entry.manifest.planner and str(entry.manifest.planner),
+        "memory": entry.manifest.memory and str(entry.manifest.memory),
         "options": config_options,
         "options_error": problem,
     }
@@ -154,7 +155,7 @@ def _details(entry: Entry) -> list[str]:
     for need in entry.needs():
         lines.append(f"requires: {' or '.join(need.any_of)}: {'met' if need.met else 'NOT MET'} ({need.installed})")
     lines += [f"factory: {manifest.factory}", f"config: {manifest.config or 'none'}"]
-    return [*lines, f"planner: {manifest.planner or 'none'}"]
+    return [*lines, *(f"{name}: {getattr(manifest, name) or 'none'}" for name in ("planner", "memory"))]
 
 
 def _table(rows: Sequence[Sequence[str]], colours: Sequence[int | None] = ()) -> Iterator[str]:

@@ -103,7 +103,7 @@ def _capabilities(values: Iterable[str]) -> frozenset[Capability]:
 class Manifest:
     """One backend of a plugin.
 
-    Factory, config and planner are paths, 'module:object', which are imported only when the backend is chosen. A
+    Factory, config, planner and memory are paths, 'module:object', imported only when the backend is chosen. A
     manifest that is registered at run time (EngineRegistry.register) may have the objects themselves.
 
     Attributes:
@@ -114,6 +114,7 @@ class Manifest:
             know, it is called as `factory(config)`. Of a dispatch mode: the core.DispatchMode object itself.
         config: attrs class that holds its options. A dispatch mode has none.
         planner: see Planner. None: the backend plans nothing before it is built.
+        memory: see core.memory.MemoryEstimator. None: nobody knows before it is built.
         model_types: "language_model", "value_model".
         devices: torch device types.
         inputs: what it reads of a batch beside tokens, by the names of columns under `inputs/`, without that prefix.
@@ -127,6 +128,7 @@ class Manifest:
     factory: Any = attrs.field(validator=_module_object)
     config: Any = attrs.field(default=None, validator=_module_object)
     planner: Any = attrs.field(default=None, validator=_module_object)
+    memory: Any = attrs.field(default=None, validator=_module_object)
     model_types: frozenset[str] = attrs.field(default=frozenset({"language_model"}), converter=_names)
     devices: frozenset[str] = attrs.field(default=frozenset({"cpu", "cuda"}), converter=_names)
     inputs: frozenset[str] = attrs.field(default=frozenset(), converter=_names)

@@ -37,6 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     doctor = commands.add_parser("doctor", help="look over this machine: what would spoil a run, and what to do")
     doctor.add_argument("names", nargs="*", metavar="PLUGIN", help="those that will be used; default: all installed")
+    doctor.add_argument(
+        "--run", dest="config", metavar="FILE", help="look at this GRPO config alone: what its ranks would hold"
+    )
+    doctor.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="over the config, repeatable")
+    doctor.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each GPU; default: of this machine's")
     doctor.add_argument("--json", action="store_true", help="print JSON (schema 1)")
     doctor.set_defaults(run=_doctor)
 
@@ -87,8 +92,13 @@ def _check(args: Any) -> int:
 
 
 def _doctor(args: Any) -> int:
-    from sdk.doctor.look import look
+    from sdk.doctor.look import device_here, look
 
+    if args.config is not None:
+        from sdk.doctor.run import look_at_run
+
+        given = ("cuda", int(args.gpu_memory * 2**30)) if args.gpu_memory is not None else device_here()
+        return _report(look_at_run(args.config, args.set, *given), args.json)
     return _report(look(args.names), args.json)
 
 

@@ -18,6 +18,7 @@ from packaging.utils import canonicalize_name
 from core.config import structure
 from core.errors import RegistryError
 from core.manifest import ON_DEVICE, Kind, Manifest, ModelFacts, Plan
+from core.memory import Load, Memory
 
 RUN_TIME = "run-time"  # stands for the distribution of what was registered at run time
 
@@ -111,7 +112,7 @@ class Backend(Entry):
     def choice(self) -> Choice:
         return Choice(str(self.kind), self.name, self.distribution, self.version)
 
-    def load(self, what: Literal["factory", "config", "planner"]) -> Any:
+    def load(self, what: Literal["factory", "config", "planner", "memory"]) -> Any:
         """The object that the manifest names, not called; None where it names none.
 
         Raises:
@@ -158,6 +159,20 @@ class Backend(Entry):
         if not isinstance(plan, Plan):
             raise RegistryError(f"the planner of {self} gives no Plan", have=repr(plan))
         return plan
+
+    def memory(self, options: Any, world_size: int, model: ModelFacts, load: Load) -> tuple[Memory, ...]:
+        """What a rank would hold in each phase; nothing where the backend gives no estimate.
+
+        Raises:
+            RegistryError: as `load`.
+            ConfigError: as `config`.
+            Refused: by the planner or the estimator.
+        """
+        estimate = self.load("memory")
+        if estimate is None:
+            return ()
+        self.plan(options, world_size, model)
+        return tuple(estimate(self.config(options), world_size, model, load))
 
     def build(self, options: Any, device: str | None = None, model_type: str | None = None) -> Any:
         """Call the factory in this process, as Manifest.factory says.

@@ -137,6 +137,48 @@ def torch_and_devices(torch: Torch, gpus_on_machine: int) -> list[Finding]:
     return findings
 
 
+def settled(options: Mapping[str, Mapping[str, object]], device: str, matmul: str = "highest") -> list[Finding]:
+    """What options that are left to the device are on this machine's.
+
+    Args:
+        options: by part or backend, those that are left to it.
+        device: torch device type.
+        matmul: torch.get_float32_matmul_precision().
+    """
+    words = [
+        f"{name} {' '.join(f'{key}={value}' for key, value in each.items())}" for name, each in options.items() if each
+    ]
+    float32 = "" if device == "cpu" else f"; float32 products {'without' if matmul == 'highest' else 'with'} TF32"
+    return [Finding("dtype", "ok", f"auto on {device}: {', '.join(words)}{float32}")] if words else []
+
+
+# What to do where most of a device's memory is this.
+LESS: Mapping[str, str] = {
+    "activations": "lower actor.micro_batch.max_tokens, or recompute (gradient_checkpointing, recompute)",
+    "kv_cache": "lower rollout.engine.gpu_memory_utilization, or set rollout.release_after_generate",
+    "gradients": "more ranks or another engine; FSDP holds unsharded gradients with several micro-batches a step",
+    "optimizer": "more ranks, or set offload_optimizer",
+    "parameters": "more ranks, or set offload_parameters",
+}
+
+
+def device_memory(name: str, detail: str, total: int, largest: str, device_bytes: int | None, reserve: int) -> Finding:
+    """Whether what a run's rank would hold fits its device.
+
+    Args:
+        detail: who holds what, in words.
+        total: bytes, by the estimate.
+        largest: a key of LESS: most of it.
+        device_bytes: of the device; None: not known.
+        reserve: bytes of it that nobody has.
+    """
+    if device_bytes is None:
+        return Finding(f"memory: {name}", "ok", detail)
+    fits = total + reserve <= device_bytes
+    detail += f"; a device has {device_bytes / GIB:.1f} GiB, of which {reserve / GIB:.0f} are left free"
+    return Finding(f"memory: {name}", "ok" if fits else "problem", detail, "" if fits else LESS[largest])
+
+
 def shared_memory(total: int | None, free: int | None, memory: int) -> list[Finding]:
     """/dev/shm, where Ray's objects and the buffers of NCCL and gloo lie.
 

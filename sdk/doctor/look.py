@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import importlib.metadata
 import os
@@ -14,9 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from core.config import left_to_device
 from core.errors import ManymeshError
 from core.hookspecs import PROJECT
-from core.registry import EngineRegistry, Entry, hidden_packages
+from core.registry import Backend, EngineRegistry, Entry, Status, hidden_packages
 from sdk.doctor import checks
 from sdk.doctor.checks import Finding, Torch
 
@@ -40,6 +42,7 @@ def look(names: Sequence[str] = ()) -> Iterator[Finding]:
         ("plugins", lambda: checks.plugins(entries, names)),
         ("pins", lambda: checks.agreement(entries, installed())),
         ("torch", lambda: checks.torch_and_devices(see_torch(), len(glob.glob("/dev/nvidia[0-9]*")))),
+        ("dtype", lambda: _settled(entries)),
         ("ray", _ray),
         ("shared memory", _shared_memory),
         ("disk", _disk),
@@ -97,6 +100,23 @@ def see_torch() -> Torch:
         return Torch(torch.__version__, build, tuple(devices), dist.is_available() and dist.is_nccl_available())
     except Exception as error:
         return Torch("", None, error=f"{type(error).__name__}: {error}")
+
+
+def device_here() -> tuple[str, int | None]:
+    """The type of device that ranks on this machine get, and the memory of the smallest one, bytes; None on CPU."""
+    devices = see_torch().devices
+    return ("cuda", min(total for _, _, total in devices)) if devices else ("cpu", None)
+
+
+def _settled(entries: Sequence[Entry]) -> list[Finding]:
+    import torch
+
+    device, found = device_here()[0], {}
+    for entry in entries:
+        if isinstance(entry, Backend) and entry.status is Status.OK and entry.kind in ("engine", "rollout"):
+            with contextlib.suppress(ManymeshError):  # options that nobody can know
+                found[f"{entry.kind} {entry.name}"] = left_to_device(entry.config({"model": "model"}), device)
+    return checks.settled(found, device, torch.get_float32_matmul_precision())
 
 
 def _packages() -> list[Finding]:

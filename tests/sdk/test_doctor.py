@@ -18,6 +18,7 @@ from core.registry import EngineRegistry, Entry, Status
 from sdk.__main__ import main
 from sdk.doctor import checks, look, report
 from sdk.doctor.checks import GIB, MIB, Finding, Torch
+from tests.support.public_models import write_config
 
 OK = Entry("toy", "engine", Status.OK, "acme-toy", "1.0", "acme_toy")
 SAMPLER = attrs.evolve(OK, name="sampler", kind="rollout", distribution="acme-sampler")
@@ -159,6 +160,45 @@ def test_a_hidden_package_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(look, "hidden_packages", lambda: hidden)
     findings = not_ok([finding for finding in look.look() if finding.check in ("packages", "sdk")])
     assert (findings.detail, findings.mend) == ("/home/me/sdk is imported", "rename it")
+
+
+def test_what_auto_is_on_this_machines_device_is_said() -> None:
+    options = {"engine fsdp": {"dtype": "float32", "compute_dtype": "bfloat16"}, "rollout x": {}}
+    detail = only(checks.settled(options, "cuda")).detail
+    assert detail == "auto on cuda: engine fsdp dtype=float32 compute_dtype=bfloat16; float32 products without TF32"
+    assert only(checks.settled(options, "cuda", "high")).detail.endswith("with TF32")
+    assert "TF32" not in only(checks.settled(options, "cpu")).detail
+    assert checks.settled({"rollout x": {}}, "cuda") == []
+
+
+def test_memory_that_does_not_fit_a_device_is_a_problem_with_a_way_out() -> None:
+    def finding(device_bytes: int | None) -> Finding:
+        return checks.device_memory("update", "70.0 GiB", 70 * GIB, "activations", device_bytes, 3 * GIB)
+
+    assert finding(None).level == finding(80 * GIB).level == "ok"
+    assert finding(72 * GIB).level == "problem"
+    assert "max_tokens" in finding(72 * GIB).mend
+
+
+def test_a_runs_config_is_looked_at_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(Path(__file__).parents[2] / "examples/gpu/8b_8gpus.yaml")
+    model = write_config("Llama-3.1-8B", tmp_path / "model")
+
+    def findings(*args: str) -> dict[str, Any]:
+        status = main(["doctor", "--run", file, "--set", f"model.path={model}", "--json", *args])
+        answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert status == (0 if answer["healthy"] else 1)
+        return {finding["check"]: finding for finding in answer["findings"]}
+
+    roomy, tight = findings("--gpu-memory", "80"), findings("--gpu-memory", "40")
+    assert "actor dtype=float32 compute_dtype=bfloat16, rollout dtype=bfloat16" in roomy["dtype"]["detail"]
+    assert {finding["level"] for check, finding in roomy.items() if check != "rollout vllm"} == {"ok"}
+    assert roomy["rollout vllm"]["level"] in ("ok", "warning")  # the run may be for another machine
+    assert roomy.keys() >= {"memory: generate", "memory: update", "memory: weights"}
+    assert tight["memory: update"]["level"] == "problem"
+    assert "gradients" in tight["memory: update"]["mend"]
+    refused = findings("--set", "actor.engine.dtype=bfloat16", "--gpu-memory", "80")["run"]
+    assert refused["mend"] == "set dtype='float32', compute_dtype='bfloat16'"
 
 
 # --- this machine --------------------------------------------------------------------------------------------------

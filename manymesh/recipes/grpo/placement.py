@@ -22,9 +22,14 @@ from manymesh.workers.training import TrainingWorkerConfig
 
 @attrs.frozen
 class Placement:
-    """The workers of a run. Starts no process."""
+    """The workers of a run. Starts no process.
+
+    Attributes:
+        elsewhere: the run is for another machine: what backends require may be missing here.
+    """
 
     config: GrpoConfig
+    elsewhere: bool = False
 
     def worker(self) -> ActorRolloutRefConfig:
         """What the workers of `pool` are built from."""
@@ -90,7 +95,7 @@ class Placement:
             return 1
         model = ModelFacts.read(worker.engine["model"])
         kind: Kind = "rollout" if part == "rollout" else "engine"
-        backend = _backend(worker.backend, kind, elsewhere=self.python(part) is not None)
+        backend = _backend(worker.backend, kind, elsewhere=self.elsewhere or self.python(part) is not None)
         plan = backend.plan(worker.engine, self._pool(part).world_size, model)
         return plan.route.dp_size if plan else 1
 

@@ -15,6 +15,7 @@ def manymesh_manifests() -> list[Manifest]:
             factory="manymesh_fsdp.engine:FsdpEngine",
             config="manymesh_fsdp.config:FsdpConfig",
             planner="manymesh_fsdp.plan:plan",
+            memory="manymesh_fsdp.memory:memory",
             capabilities={Capability.CHECKPOINT, Capability.RESHARD, Capability.OFFLOAD, Capability.PACKED},
             requires=(("torch>=2.9",), ("transformers>=5.16",)),
             summary="PyTorch FSDP2 (fully_shard) on any Hugging Face causal LM",

@@ -15,6 +15,7 @@ def manymesh_manifests() -> list[Manifest]:
             factory="manymesh_hf.rollout:HfRollout",
             config="manymesh_hf.config:HfRolloutConfig",
             planner="manymesh_hf.plan:plan",
+            memory="manymesh_hf.memory:memory",
             capabilities={
                 Capability.ROW_SEEDS,
                 Capability.RELEASE,

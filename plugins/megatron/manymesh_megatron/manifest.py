@@ -15,6 +15,7 @@ def manymesh_manifests() -> list[Manifest]:
             factory="manymesh_megatron.engine:MegatronEngine",
             config="manymesh_megatron.config:MegatronConfig",
             planner="manymesh_megatron.plan:plan",
+            memory="manymesh_megatron.memory:memory",
             model_types={"language_model", "value_model"},
             capabilities={Capability.CHECKPOINT, Capability.RESHARD, Capability.OFFLOAD, Capability.PACKED},
             requires=(("torch>=2.9",), ("transformers>=5.16",), ("megatron-core>=0.16.1,<0.20",)),

@@ -9,6 +9,9 @@ import attrs
 
 from core.config import RolloutConfig
 from core.errors import ConfigError
+from core.model_facts import ModelFacts
+
+CPU_KV_CACHE_MB = 512  # by itself vLLM would take most of a machine's memory
 
 # What the rollout says to vLLM itself, and which of our options says it.
 OURS = {
@@ -88,3 +91,9 @@ class VllmRolloutConfig(RolloutConfig):
                 f"{name} by the option {OURS[name]}" if OURS[name] else f"{name} by the rollout" for name in conflicts
             ]
             raise ConfigError("these arguments of vLLM are set elsewhere", have=", ".join(reasons), where="vllm")
+
+
+def forward_tokens(config: VllmRolloutConfig, model: ModelFacts) -> int:
+    """Tokens of one forward pass: at least a whole row, since prompts are not cut."""
+    context = config.max_model_len or model.get("max_position_embeddings") or 8192
+    return config.max_num_batched_tokens or max(context, 8192)

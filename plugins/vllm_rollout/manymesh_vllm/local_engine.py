@@ -25,7 +25,7 @@ from core.manifest import ModelFacts
 from manymesh.parts.environment import environment_of
 from manymesh.parts.requests import RequestCheck
 from manymesh.parts.rollout_checks import cannot_run
-from manymesh_vllm.config import VllmRolloutConfig
+from manymesh_vllm.config import CPU_KV_CACHE_MB, VllmRolloutConfig, forward_tokens
 
 _engines: weakref.WeakSet[LocalEngine] = weakref.WeakSet()  # they share vLLM's groups, which are globals
 
@@ -92,8 +92,7 @@ def arguments(
 ) -> dict[str, Any]:
     """What LLM is called with. Options of the config that are None are left to vLLM, where it does right."""
     on_cpu = device.type == "cpu"
-    context = config.max_model_len or facts.get("max_position_embeddings") or 8192
-    kv_cache_mb = config.kv_cache_mb or (512 if on_cpu else None)  # vLLM would take most of a machine's memory
+    kv_cache_mb = config.kv_cache_mb or (CPU_KV_CACHE_MB if on_cpu else None)
     return {
         "model": facts.path,
         "dtype": config.dtype,
@@ -103,7 +102,7 @@ def arguments(
         "max_num_seqs": config.max_num_seqs,
         # A row's seed draws once a forward pass: one prompt in two passes would shift its stream.
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": config.max_num_batched_tokens or max(context, 8192),
+        "max_num_batched_tokens": forward_tokens(config, facts),
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": kv_cache_mb * 2**20 if kv_cache_mb else None,
         "enable_prefix_caching": config.enable_prefix_caching,

@@ -15,6 +15,7 @@ def manymesh_manifests() -> list[Manifest]:
             factory="manymesh_vllm.local_rollout:VllmRollout",
             config="manymesh_vllm.config:VllmRolloutConfig",
             planner="manymesh_vllm.plan:plan",
+            memory="manymesh_vllm.memory_estimate:memory",
             # Not RELEASE: a manifest speaks for all its devices, and vLLM frees nothing on CPU.
             capabilities={
                 Capability.ROW_SEEDS,
@@ -32,6 +33,7 @@ def manymesh_manifests() -> list[Manifest]:
             factory="manymesh_vllm.server_rollout:VllmServerRollout",
             config="manymesh_vllm.config:VllmRolloutConfig",
             planner="manymesh_vllm.plan:server_plan",
+            memory="manymesh_vllm.memory_estimate:memory",
             capabilities={
                 Capability.ROW_SEEDS,
                 Capability.SCORE,

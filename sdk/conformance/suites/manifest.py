@@ -21,6 +21,8 @@ from packaging.utils import canonicalize_name
 from core.config import EngineConfig, RolloutConfig, structure
 from core.errors import ConfigError, Refused
 from core.hookspecs import PROJECT
+from core.manifest import ModelFacts
+from core.memory import Load, Memory, Phase
 from core.registry import EngineRegistry
 from sdk.conformance.base import Conformance, gate
 
@@ -30,7 +32,7 @@ HEAVY = ("torch", "ray", "transformers", "vllm", "sglang", "megatron", "tensordi
 # Run in a process of its own: what listing and planning do, then what came of it.
 LIST_AND_PLAN = """
 import json, os, pkgutil, sys
-module, config, planner, options, worlds, heavy = json.loads(sys.argv[1])
+module, config, planner, memory, shape, options, worlds, heavy = json.loads(sys.argv[1])
 hooks = pkgutil.resolve_name(module)
 for name in dir(hooks):
     if name == "manymesh_manifests":
@@ -64,9 +66,38 @@ if planner:
             plan(made, world, None)
         except Refused:
             pass
+    if memory:
+        from core.memory import Load
+        from core.model_facts import ModelFacts
+        estimate = pkgutil.resolve_name(memory)
+        for world in worlds:
+            try:
+                estimate(made, world, ModelFacts("model", shape["model_type"], shape), Load())
+            except Refused:
+                pass
     os.environ = kept
 json.dump({"heavy": sorted(set(heavy) & set(sys.modules)), "environment": sorted(set(read))}, sys.stdout)
 """
+
+
+# What an estimate is asked about where no model can be made, since that takes torch.
+SHAPE: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+def lacks_estimate(suite: type[Conformance]) -> str:
+    """Why nothing is compared: a backend need not know what it will hold."""
+    return "" if suite.manifest().memory else "the manifest names no `memory`"
 
 
 def lacks_options(suite: type[Conformance]) -> str:
@@ -102,7 +133,8 @@ class ListedSuite(Conformance):
         def run() -> dict[str, list[str]]:
             entry, manifest = self.entry(), self.manifest()
             options = self.plain_options()
-            data = (entry.module, manifest.config, manifest.planner, options, self.worlds_used(), HEAVY)
+            paths = (entry.module, manifest.config, manifest.planner, manifest.memory)
+            data = (*paths, SHAPE, options, self.worlds_used(), HEAVY)
             command = [sys.executable, "-c", LIST_AND_PLAN, json.dumps(data)]
             process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
             assert process.returncode == 0, process.stderr
@@ -180,6 +212,32 @@ class ManifestSuite(ListedSuite):
         if self.manifest().planner is not None:
             with pytest.raises(Refused):
                 self.planned(0)
+
+    @gate(lacks_estimate)
+    def test_its_memory_is_estimated_for_every_phase_and_alike_when_asked_again(self) -> None:
+        """On each device, on the worlds that the suite uses; not how near the truth it is, which no kit can know."""
+        entry = self.entry()
+        for world_size in self.worlds_used():
+            for device in sorted(entry.manifest.devices):
+                found = self.estimated(world_size, device)
+                assert found == self.estimated(world_size, device)
+                phases = {each.phase: each for each in found}
+                assert len(phases) == len(found), "a phase is there once"
+                working = Phase.TRAIN if self.kind == "engine" else Phase.GENERATE
+                assert {Phase.IDLE, working} <= phases.keys()
+                assert phases[Phase.IDLE].total <= phases[working].total
+                numbers = [value for each in found for value in attrs.astuple(each)[1:]]
+                assert all(isinstance(value, int) and value >= 0 for value in numbers), found
+                if self.kind == "engine":
+                    frozen = self.estimated(world_size, device, trainable=False)
+                    assert Phase.TRAIN not in {each.phase for each in frozen}
+                    assert not any(each.gradients or each.optimizer for each in frozen)
+
+    def estimated(self, world_size: int, device: str, **options: Any) -> tuple[Memory, ...]:
+        family, of_family = getattr(self, "family", "qwen3"), getattr(self, "model_options", {})
+        facts = ModelFacts.read(self.model(family, **of_family))
+        load = Load(device=device, device_bytes=80 * 2**30, prompt_tokens=256, row_tokens=512)
+        return self.entry().memory({**self.plain_options(), **options}, world_size, facts, load)
 
     def test_the_planner_puts_every_rank_in_its_place(self) -> None:
         """Of each world that the suite uses, and of larger ones that the planner takes."""

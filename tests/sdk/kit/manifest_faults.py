@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from core.manifest import Capability, Plan
+from core.memory import Memory, Phase
 from core.mesh import MeshLayout, Route
 from core.registry import Backend
 from tests.sdk.kit.faults import Fault, capabilities, caught_by, entry_fault, with_manifest
@@ -50,6 +51,18 @@ def plans_by_turn(entry: Backend) -> Backend:
     return with_manifest(entry, planner=f"{__name__}:plan_by_turn")
 
 
+@entry_fault("imports torch to estimate its memory", "test_listing_and_planning_import_nothing_heavy")
+def estimates_with_torch(entry: Backend) -> Backend:
+    return with_manifest(entry, memory=f"{__name__}:estimate_with_torch")
+
+
+@entry_fault(
+    "estimates other memory when asked again", "test_its_memory_is_estimated_for_every_phase_and_alike_when_asked_again"
+)
+def estimates_by_turn(entry: Backend) -> Backend:
+    return with_manifest(entry, memory=f"{__name__}:estimate_by_turn")
+
+
 @entry_fault("requires what isn't installed", "test_what_it_requires_is_installed_in_a_version_that_it_names")
 def requires_too_much(entry: Backend) -> Backend:
     return with_manifest(entry, requires=(("torch>=99",),))
@@ -74,6 +87,17 @@ def plan_by_environment(config: Any, world_size: int, model: Any) -> Plan:
 
 
 _turns = itertools.count()
+
+
+def estimate_with_torch(config: Any, world_size: int, model: Any, load: Any) -> list[Memory]:
+    import torch
+
+    free = int(torch.ones(1).sum())
+    return [Memory(phase, parameters=free) for phase in (Phase.IDLE, Phase.TRAIN)]
+
+
+def estimate_by_turn(config: Any, world_size: int, model: Any, load: Any) -> list[Memory]:
+    return [Memory(phase, parameters=next(_turns)) for phase in (Phase.IDLE, Phase.TRAIN)]
 
 
 def plan_by_turn(config: Any, world_size: int, model: Any) -> Plan:

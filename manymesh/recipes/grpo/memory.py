@@ -1,0 +1,183 @@
+"""What a run's ranks would hold of their devices, moment by moment of a step, by their backends' estimates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from core.manifest import Kind, Plan
+from core.memory import Load, Memory, Phase
+from core.model_facts import ModelFacts
+from core.registry import EngineRegistry
+from manymesh.recipes.grpo.placement import Placement
+from manymesh.workers.micro_batch import MicroBatchConfig
+from manymesh.workers.rollout import RolloutWorkerConfig
+from manymesh.workers.training import TrainingWorkerConfig
+
+GIB = 2**30
+KINDS = ("parameters", "gradients", "optimizer", "activations", "kv_cache")
+# Of each device: CUDA's context, NCCL's buffers, what the allocator cannot use. A guess, not measured.
+RESERVE = 3 * GIB
+# What each part does in a moment; the one that works is named, the others are idle.
+WORKS: Mapping[str, tuple[str, Phase]] = {
+    "build the reference": ("ref", Phase.LOAD),
+    "build the policy": ("actor", Phase.LOAD),
+    "build the rollout": ("rollout", Phase.LOAD),
+    "generate": ("rollout", Phase.GENERATE),
+    "log-probs": ("actor", Phase.EVAL),
+    "log-probs of the reference": ("ref", Phase.EVAL),
+    "update": ("actor", Phase.TRAIN),
+    "weights": ("actor", Phase.EXPORT),
+}
+BUILT_AFTER = {"build the reference": ("actor", "rollout"), "build the policy": ("rollout",)}
+
+
+@attrs.frozen
+class Moment:
+    """One rank in one part of a step.
+
+    Attributes:
+        name: one of WORKS.
+        parts: what "actor", "ref" and "rollout" hold, those that the rank has.
+    """
+
+    name: str
+    rank: int
+    parts: Mapping[str, Memory]
+
+    @property
+    def total(self) -> int:
+        """Bytes of the device."""
+        return sum(each.total for each in self.parts.values())
+
+    @property
+    def host(self) -> int:
+        """Bytes of the host's memory."""
+        return sum(each.host for each in self.parts.values())
+
+    @property
+    def largest(self) -> tuple[str, str]:
+        """The part that holds most, and what: ("actor", "activations")."""
+        held = {(part, kind): getattr(memory, kind) for part, memory in self.parts.items() for kind in KINDS}
+        return max(held, key=held.__getitem__)
+
+    def __str__(self) -> str:
+        held = ", ".join(
+            f"{part} {kind.replace('_', ' ')} {getattr(memory, kind) / GIB:.1f}"
+            for part, memory in self.parts.items()
+            for kind in KINDS
+            if getattr(memory, kind) >= GIB / 20
+        )
+        host = f"; {self.host / GIB:.1f} GiB of the host" if self.host else ""
+        return f"{self.total / GIB:.1f} GiB on rank {self.rank}{f' ({held})' if held else ''}{host}"
+
+
+def worst_moments(placement: Placement, device: str, device_bytes: int | None) -> dict[str, list[Moment]]:
+    """By pool ("pool", "rollout_pool"), of each moment the rank that holds most, in the order of a run.
+
+    Parts whose backend gives no estimate count nothing; `unknown_parts` names them.
+
+    Raises:
+        Refused: see core.memory.MemoryEstimator, and Placement.check, which comes first.
+    """
+    worker, config = placement.worker(), placement.config
+    parts: dict[str, TrainingWorkerConfig | RolloutWorkerConfig | None] = {"actor": worker.actor, "ref": worker.ref}
+    pools = {"pool": (config.pool.world_size, parts)}
+    if config.rollout_pool is None:
+        parts["rollout"] = worker.rollout
+    else:
+        pools["rollout_pool"] = (config.rollout_pool.world_size, {"rollout": placement.rollout_worker()})
+    return {
+        pool: list(_worst(_Pool(placement, ranks, {k: v for k, v in held.items() if v}), device, device_bytes))
+        for pool, (ranks, held) in pools.items()
+    }
+
+
+def unknown_parts(placement: Placement) -> list[str]:
+    """The parts of the run whose backend gives no estimate."""
+    worker = placement.worker()
+    rollout = placement.rollout_worker()
+    parts = {"actor": worker.actor, "ref": worker.ref, "rollout": rollout}
+    return [name for name, part in parts.items() if part is not None and _backend(part).load("memory") is None]
+
+
+@attrs.frozen
+class _Pool:
+    placement: Placement
+    world_size: int
+    parts: Mapping[str, Any]
+
+    def phases(self, rank: int, device: str, device_bytes: int | None) -> dict[str, dict[Phase, Memory]]:
+        found = {}
+        for name, part in self.parts.items():
+            options = {**part.engine, "trainable": False} if name == "ref" else part.engine
+            model, backend = ModelFacts.read(options["model"]), _backend(part)
+            load = self._load(part, backend.plan(options, self.world_size, model), model)
+            asked = attrs.evolve(load, rank=rank, device=device, device_bytes=device_bytes)
+            found[name] = {each.phase: each for each in backend.memory(options, self.world_size, model, asked)}
+        return found
+
+    def _load(self, part: Any, plan: Plan | None, model: ModelFacts) -> Load:
+        config = self.placement.config
+        new, context = config.sampling.max_new_tokens, model.get("max_position_embeddings")
+        prompt = config.data.max_prompt_tokens or max(1, (context or 2 * new) - new)
+        rows = -(
+            -config.algorithm.prompts_per_step * config.sampling.num_samples // (plan.route.dp_size if plan else 1)
+        )
+        if not isinstance(part, TrainingWorkerConfig):
+            return Load(prompt_tokens=prompt, row_tokens=prompt + new, rows=rows)
+        mini = -(-rows // config.algorithm.num_mini_batches)
+        tokens, number = largest_micro_batch(part.micro_batch, prompt + new, mini)
+        return Load(prompt_tokens=prompt, row_tokens=prompt + new, micro_batch_tokens=tokens, num_micro_batches=number)
+
+
+def largest_micro_batch(config: MicroBatchConfig, row_tokens: int, rows: int) -> tuple[int, int]:
+    """Tokens of the largest micro-batch, and how many there are where every row is as long as it may be.
+
+    Args:
+        rows: of one optimizer step on one rank.
+    """
+    at_once = rows
+    if config.max_tokens is not None:
+        at_once = min(at_once, config.max_tokens // row_tokens)
+    if config.max_rows is not None:
+        at_once = min(at_once, config.max_rows)
+    at_once = max(1, at_once)
+    number = -(-rows // at_once)
+    if config.max_tokens is None or number == 1:
+        return at_once * row_tokens, number
+    # Shorter rows fill it better.
+    most = config.max_tokens if config.max_rows is None else min(config.max_tokens, config.max_rows * row_tokens)
+    return max(most, row_tokens), number
+
+
+def _worst(pool: _Pool, device: str, device_bytes: int | None) -> Iterator[Moment]:
+    every = {rank: pool.phases(rank, device, device_bytes) for rank in range(pool.world_size)}
+    for name, (works, _) in WORKS.items():
+        if works not in pool.parts:
+            continue
+        at = [
+            Moment(name, rank, {part: each for part in pool.parts if (each := _held(pool, name, part, phases))})
+            for rank, phases in every.items()
+        ]
+        yield max(at, key=lambda each: (each.total, each.host))
+
+
+def _held(pool: _Pool, name: str, part: str, phases: Mapping[str, Mapping[Phase, Memory]]) -> Memory | None:
+    works, phase = WORKS[name]
+    known = phases[part]
+    if part in BUILT_AFTER.get(name, ()) or not known:
+        return None
+    if part == works:
+        return known.get(phase, known[Phase.IDLE])
+    if part != "rollout" or not pool.parts[part].release_after_generate or Phase.RELEASED not in known:
+        return known[Phase.IDLE]
+    # New weights come before the KV cache is taken again.
+    return attrs.evolve(known[Phase.IDLE], kv_cache=0) if name == "weights" else known[Phase.RELEASED]
+
+
+def _backend(part: Any) -> Any:
+    kind: Kind = "rollout" if isinstance(part, RolloutWorkerConfig) else "engine"
+    return EngineRegistry.default().find(part.backend, kind, elsewhere=True)
