@@ -1,0 +1,145 @@
+"""The configs of examples/gpu can be run by their planners, and fit their GPUs by their backends' estimates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from core.config import left_to_device
+from core.memory import Phase
+from core.registry import EngineRegistry
+from manymesh.recipes.grpo.config import GrpoConfig
+from manymesh.recipes.grpo.memory import GIB, RESERVE, Moment, largest_micro_batch, unknown_parts, worst_moments
+from manymesh.recipes.grpo.placement import Placement
+from manymesh.recipes.yaml_config import load_yaml, override
+from manymesh.workers.micro_batch import MicroBatchConfig, plan_micro_batches
+from tests.support.public_models import write_config
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "gpu"
+# Which public models each file is for, and how many GPUs of 80 GB it takes.
+MODELS = {
+    "1b_1gpu": (("Llama-3.2-1B",), 1),
+    "8b_8gpus": (("Llama-3.1-8B", "Qwen3-8B"), 8),
+    "8b_2nodes": (("Llama-3.1-8B", "Qwen3-8B"), 16),
+    "30b_a3b_2nodes": (("Qwen3-30B-A3B",), 16),
+    "70b_8nodes": (("Llama-3.1-70B",), 64),
+}
+EVERY = [(file, model) for file, (models, _) in MODELS.items() for model in models]
+
+
+def placement_of(file: str, model: str, directory: Path, *given: str) -> Placement:
+    path = write_config(model, directory / model)
+    data = override(load_yaml(FOLDER / f"{file}.yaml"), [f"model.path={path}", *given])
+    return Placement(GrpoConfig.of(data), elsewhere=True)  # vLLM need not be here
+
+
+def moments_of(placement: Placement) -> dict[str, Moment]:
+    found = worst_moments(placement, "cuda", 80 * GIB)
+    return {f"{pool} {each.name}": each for pool, moments in found.items() for each in moments}
+
+
+def test_every_file_is_here() -> None:
+    assert {file.stem for file in FOLDER.glob("*.yaml")} == MODELS.keys()
+
+
+@pytest.mark.parametrize(("file", "model"), EVERY)
+def test_it_is_planned_and_fits_gpus_of_80_gb_in_every_moment(file: str, model: str, tmp_path: Path) -> None:
+    placement = placement_of(file, model, tmp_path)
+    placement.check()
+    assert placement.config.world_size == MODELS[file][1]
+    assert unknown_parts(placement) == []
+    moments = moments_of(placement)
+    assert {"pool build the policy", "pool log-probs", "pool update"} <= moments.keys()
+    for name, moment in moments.items():
+        assert moment.total + RESERVE <= 80 * GIB, f"{name}: {moment}"
+    assert max(each.total for each in moments.values()) > 30 * GIB, "smaller GPUs, or larger micro-batches, would do"
+
+
+@pytest.mark.parametrize(("file", "model"), EVERY)
+def test_its_settings_are_those_of_a_real_model(file: str, model: str, tmp_path: Path) -> None:
+    config = placement_of(file, model, tmp_path).config
+    actor, rollout = (
+        EngineRegistry.get(part.backend, kind).config({"model": "m", **part.engine})
+        if kind == "engine"
+        else EngineRegistry.default().find(part.backend, kind, elsewhere=True).config({"model": "m", **part.engine})
+        for part, kind in ((config.actor, "engine"), (config.rollout, "rollout"))
+    )
+    assert actor.optimizer.lr <= 5e-6
+    assert left_to_device(rollout, "cuda") == {"dtype": "bfloat16"}
+    assert "bfloat16" in left_to_device(actor, "cuda").values()
+    assert getattr(actor, "gradient_checkpointing", False) or actor.recompute == "full"
+    prompt = config.data.max_prompt_tokens
+    assert prompt is not None
+    assert rollout.max_model_len >= prompt + config.sampling.max_new_tokens
+    assert config.rollout.release_after_generate is (config.rollout_pool is None)
+
+
+def test_the_demos_name_no_gpu_command_and_the_pages_name_these(tmp_path: Path) -> None:
+    for file in (ROOT / "examples/grpo").glob("*.yaml"):
+        text = file.read_text()
+        assert "use_gpu=null" not in text, file.name
+        assert "bfloat16" not in text, file.name
+    readme, page = (ROOT / "README.md").read_text(), (ROOT / "docs/gpu.md").read_text()
+    assert "(examples/gpu)" in readme
+    for name in MODELS:
+        assert f"examples/gpu/{name}.yaml" in page
+
+
+def test_the_page_on_gpus_has_the_figures_of_the_estimate(tmp_path: Path) -> None:
+    page = (ROOT / "docs/gpu.md").read_text()
+    for file, (models, _) in MODELS.items():
+        moments = moments_of(placement_of(file, models[0], tmp_path))
+        figures = []
+        for name in ("generate", "log-probs", "update", "weights"):
+            by_pool = [moments[f"{pool} {name}"] for pool in ("pool", "rollout_pool") if f"{pool} {name}" in moments]
+            figures.append(" and ".join(f"{moment.total / GIB:.0f}" for moment in by_pool))
+        line = f"| [{file}](../examples/gpu/{file}.yaml), {models[0]} | {' | '.join(figures)} |"
+        assert line in page
+
+
+def test_what_a_rollout_gives_back_is_there_for_the_update(tmp_path: Path) -> None:
+    keeps = moments_of(placement_of("8b_8gpus", "Llama-3.1-8B", tmp_path, "rollout.release_after_generate=false"))
+    gives = moments_of(placement_of("8b_8gpus", "Llama-3.1-8B", tmp_path))
+    assert keeps["pool generate"] == gives["pool generate"]
+    rollout = keeps["pool update"].parts["rollout"]
+    assert keeps["pool update"].total - gives["pool update"].total == rollout.total > 30 * GIB
+    assert gives["pool weights"].parts["rollout"].kv_cache == 0
+    assert gives["pool weights"].parts["rollout"].parameters == rollout.parameters
+
+
+def test_a_run_without_a_backends_estimate_counts_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    placement = placement_of("8b_8gpus", "Llama-3.1-8B", tmp_path)
+    registry: Any = EngineRegistry.default()
+    backend = registry.find("fsdp")
+    without = attrs.evolve(backend, manifest=attrs.evolve(backend.manifest, memory=None))
+    monkeypatch.setattr(registry, "entries", tuple(without if e == backend else e for e in registry.entries))
+    assert unknown_parts(placement) == ["actor"]
+    moments = moments_of(placement)
+    assert moments["pool update"].parts.keys() == {"rollout"}
+    assert moments["pool generate"].parts["rollout"].phase is Phase.GENERATE
+
+
+@pytest.mark.parametrize(
+    ("options", "row", "rows", "want"),
+    [
+        ({}, 1000, 64, (16384, 4)),  # 16 rows at once, and shorter ones fill the rest
+        ({}, 20000, 3, (20000, 3)),
+        ({"max_rows": 2}, 1000, 8, (2000, 4)),
+        ({"max_tokens": None, "max_rows": 4}, 100, 8, (400, 2)),
+        ({"max_tokens": None}, 100, 8, (800, 1)),
+        ({}, 100, 8, (800, 1)),
+    ],
+)
+def test_the_largest_micro_batch_is_the_planners(
+    options: dict[str, Any], row: int, rows: int, want: tuple[int, int]
+) -> None:
+    config = MicroBatchConfig(**options)
+    tokens, number = largest_micro_batch(config, row, rows)
+    assert (tokens, number) == want
+    planned = plan_micro_batches([row] * rows, config)
+    assert len(planned) == number
+    assert max(len(part) for part in planned) * row <= tokens
