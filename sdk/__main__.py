@@ -97,8 +97,8 @@ def _doctor(args: Any) -> int:
     if args.config is not None:
         from sdk.doctor.run import look_at_run
 
-        given = ("cuda", int(args.gpu_memory * 2**30)) if args.gpu_memory is not None else device_here()
-        return _report(look_at_run(args.config, args.set, *given), args.json)
+        device = ("cuda", int(args.gpu_memory * 2**30)) if args.gpu_memory is not None else device_here()
+        return _report(look_at_run(args.config, args.set, *device), args.json)
     return _report(look(args.names), args.json)
 
 

@@ -13,16 +13,16 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 
-def peak_memory(run: Callable[[], object], *held: Any) -> int:
+def peak_memory(run: Callable[[], object], *holders: Any) -> int:
     """Bytes that tensors have at the worst moment of `run`, in this thread; not what the process takes.
 
     torch's own MemTracker takes one pass of a module only, and a step has several micro-batches.
 
     Args:
-        held: modules, optimizers and tensors that are there before, and count.
+        holders: modules, optimizers and tensors that are there before, and count.
     """
     meter = _Meter()
-    for each in held:
+    for each in holders:
         if isinstance(each, torch.nn.Module):
             meter.see([*each.parameters(), *each.buffers(), *(parameter.grad for parameter in each.parameters())])
         elif isinstance(each, torch.optim.Optimizer):
@@ -64,9 +64,9 @@ class _Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self.see(made)
-        return made
+        result = func(*args, **(kwargs or {}))
+        self.see(result)
+        return result
 
 
 def _storages(tensor: Any) -> Iterator[torch.UntypedStorage]:
@@ -83,9 +83,9 @@ def _resizes_seen(meter: _Meter) -> Iterator[None]:
     real = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
-        done = real(storage, size)
+        result = real(storage, size)
         meter.resized(storage)
-        return done
+        return result
 
     torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
     try:

@@ -19,20 +19,20 @@ class Layer:
     """Parameters of a decoder layer.
 
     Attributes:
-        cut: of matrices that tensor parallel ranks share.
+        sharded: of matrices that tensor parallel ranks share.
         whole: norms, routers and biases that each of them has.
         experts: of all experts together.
         width: of the dense MLP; 0 where there are experts.
     """
 
-    cut: int
+    sharded: int
     whole: int
     experts: int
     width: int
 
     @property
     def total(self) -> int:
-        return self.cut + self.whole + self.experts
+        return self.sharded + self.whole + self.experts
 
 
 @attrs.frozen
@@ -147,16 +147,16 @@ class DecoderShape:
 
         Args:
             num_bytes: of a number of the computation's dtype.
-            tensor_parallel: ranks that share heads and widths; what lies between is whole on each of them, or cut by
+            tensor_parallel: ranks that share heads and widths; what lies between is whole on each of them, or split by
                 tokens with `sequence_parallel`.
         """
-        cut = tensor_parallel
+        ranks = tensor_parallel
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        between = 2 * self.hidden * (4 + 2 * num_bytes) // (cut if sequence_parallel else 1)
+        between = 2 * self.hidden * (4 + 2 * num_bytes) // (ranks if sequence_parallel else 1)
         attention = num_bytes * (2 * queries + 2 * keys) + 4 * self.heads
         if self.qk_norms:
             attention += (4 + num_bytes) * (queries + keys)
-        return between + attention // cut + self._mlp(layer, num_bytes, 2, 4) // cut
+        return between + attention // ranks + self._mlp(layer, num_bytes, 2, 4) // ranks
 
     def working(self, layer: Layer, num_bytes: int, tensor_parallel: int = 1) -> int:
         """Bytes a token that a layer's forward, or a step of its backward, has at once beside what is kept."""

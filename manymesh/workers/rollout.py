@@ -69,8 +69,8 @@ class GeneratingWorker(WeightWorker):
 
     def configs(self) -> Mapping[str, tuple[Kind, str, Any, str | None]]:
         """Of each part that the worker has: its backend's kind and name, its options, its device."""
-        asked = self.rollout_config
-        return {"rollout": ("rollout", asked.backend, asked.engine, asked.device)} if asked is not None else {}
+        config = self.rollout_config
+        return {"rollout": ("rollout", config.backend, config.engine, config.device)} if config is not None else {}
 
     @register(Dispatch.RANK_ZERO)
     def settled_options(self) -> dict[str, dict[str, Any]]:

@@ -111,12 +111,12 @@ def device_here() -> tuple[str, int | None]:
 def _settled(entries: Sequence[Entry]) -> list[Finding]:
     import torch
 
-    device, found = device_here()[0], {}
+    device, options = device_here()[0], {}
     for entry in entries:
         if isinstance(entry, Backend) and entry.status is Status.OK and entry.kind in ("engine", "rollout"):
             with contextlib.suppress(ManymeshError):  # options that nobody can know
-                found[f"{entry.kind} {entry.name}"] = left_to_device(entry.config({"model": "model"}), device)
-    return checks.settled(found, device, torch.get_float32_matmul_precision())
+                options[f"{entry.kind} {entry.name}"] = left_to_device(entry.config({"model": "model"}), device)
+    return checks.settled(options, device, torch.get_float32_matmul_precision())
 
 
 def _packages() -> list[Finding]:

@@ -156,8 +156,8 @@ def _there_and_back(run: StepRun, engine: Any, num_parameters: int) -> None:
 
     run.figure("to CPU, the first time", moved / seconds_of(run, away, repeats=1, warm_up=0) / 1e9, "GB/s")
     if run.on_cuda:
-        left = torch.cuda.memory_allocated()
-        run.check("less than 5 % stays on the device", left < 0.05 * before, f"{left / GIB:.2f} GiB")
+        allocated = torch.cuda.memory_allocated()
+        run.check("less than 5 % stays on the device", allocated < 0.05 * before, f"{allocated / GIB:.2f} GiB")
     run.figure("back", moved / seconds_of(run, back, repeats=1, warm_up=0) / 1e9, "GB/s")
     run.figure("to CPU again", moved / seconds_of(run, away, repeats=1, warm_up=0) / 1e9, "GB/s")
     back()

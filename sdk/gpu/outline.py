@@ -81,8 +81,8 @@ def select(only: str = "") -> Sequence[Step]:
         Refused: there is no step of that number.
     """
     numbers = [each.strip().zfill(2) for each in only.split(",") if each.strip()]
-    known = [step.number for step in STEPS]
-    unknown = [number for number in numbers if number not in known]
+    legal = [step.number for step in STEPS]
+    unknown = [number for number in numbers if number not in legal]
     if unknown:
-        raise Refused(f"no step has the number {unknown[0]}", have=only, want=f"some of {','.join(known)}")
+        raise Refused(f"no step has the number {unknown[0]}", have=only, want=f"some of {','.join(legal)}")
     return [step for step in STEPS if not numbers or step.number in numbers]

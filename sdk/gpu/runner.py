@@ -54,12 +54,12 @@ def run_steps(steps: Sequence[Step], device: str, limit_s: float) -> Iterator[St
     end = time.monotonic() + limit_s * slower
     with tempfile.TemporaryDirectory(prefix="manymesh-gpu-") as folder:
         for step in steps:
-            left = end - time.monotonic()
-            if left <= 0:
+            remaining_s = end - time.monotonic()
+            if remaining_s <= 0:
                 why = f"the {limit_s * slower:g} s of the run are over"
                 yield StepResult(step, "ABSENT", (Note("the step", "ABSENT", why),), message=why)
                 continue
-            yield run_step(step, device, Path(folder), min(step.limit_s * slower, left))
+            yield run_step(step, device, Path(folder), min(step.limit_s * slower, remaining_s))
 
 
 def run_step(step: Step, device: str, folder: Path, limit_s: float, start_s: float = START_S) -> StepResult:

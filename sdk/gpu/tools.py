@@ -33,14 +33,14 @@ def built(run: StepRun, backend: str, kind: str = "engine", **options: Any) -> I
     """
     need_backend(backend, kind)
     lone_world()
-    made = EngineRegistry.new(None, backend, options, run.device, kind=kind)
-    assert made is not None
+    backend_object = EngineRegistry.new(None, backend, options, run.device, kind=kind)
+    assert backend_object is not None
     try:
-        made.initialize()
-        yield made
+        backend_object.initialize()
+        yield backend_object
     finally:
-        made.shutdown()
-        del made
+        backend_object.shutdown()
+        del backend_object
         free_memory(run)
 
 

@@ -31,15 +31,15 @@ MODELS = {
 EVERY = [(file, model) for file, (models, _) in MODELS.items() for model in models]
 
 
-def placement_of(file: str, model: str, directory: Path, *given: str) -> Placement:
+def placement_of(file: str, model: str, directory: Path, *overrides: str) -> Placement:
     path = write_config(model, directory / model)
-    data = override(load_yaml(FOLDER / f"{file}.yaml"), [f"model.path={path}", *given])
+    data = override(load_yaml(FOLDER / f"{file}.yaml"), [f"model.path={path}", *overrides])
     return Placement(GrpoConfig.of(data), elsewhere=True)  # vLLM need not be here
 
 
 def moments_of(placement: Placement) -> dict[str, Moment]:
-    found = worst_moments(placement, "cuda", 80 * GIB)
-    return {f"{pool} {each.name}": each for pool, moments in found.items() for each in moments}
+    moments_of_pools = worst_moments(placement, "cuda", 80 * GIB)
+    return {f"{pool} {each.name}": each for pool, moments in moments_of_pools.items() for each in moments}
 
 
 def test_every_file_is_here() -> None:

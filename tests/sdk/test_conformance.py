@@ -154,9 +154,9 @@ def check(kind: str, backend: str, chosen_mutants: Sequence[Mutant], request: py
 
 @pytest.mark.parametrize("names", [FEW, pytest.param(MORE, marks=pytest.mark.ci)], ids=["few", "more"])
 def test_the_kit_finds_some_faults(request: pytest.FixtureRequest, names: Sequence[str]) -> None:
-    chosen = [mutant for mutant in mutants.TARGETS["engine"].mutants if mutant.name in names]
-    assert len(chosen) == len(names)
-    check("engine", "fsdp", chosen, request)
+    chosen_mutants = [mutant for mutant in mutants.TARGETS["engine"].mutants if mutant.name in names]
+    assert len(chosen_mutants) == len(names)
+    check("engine", "fsdp", chosen_mutants, request)
 
 
 @pytest.mark.slow

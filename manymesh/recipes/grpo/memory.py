@@ -60,18 +60,18 @@ class Moment:
     @property
     def largest(self) -> tuple[str, str]:
         """The part that holds most, and what: ("actor", "activations")."""
-        held = {(part, kind): getattr(memory, kind) for part, memory in self.parts.items() for kind in KINDS}
-        return max(held, key=held.__getitem__)
+        sizes = {(part, kind): getattr(memory, kind) for part, memory in self.parts.items() for kind in KINDS}
+        return max(sizes, key=sizes.__getitem__)
 
     def __str__(self) -> str:
-        held = ", ".join(
+        texts = ", ".join(
             f"{part} {kind.replace('_', ' ')} {getattr(memory, kind) / GIB:.1f}"
             for part, memory in self.parts.items()
             for kind in KINDS
             if getattr(memory, kind) >= GIB / 20
         )
         host = f"; {self.host / GIB:.1f} GiB of the host" if self.host else ""
-        return f"{self.total / GIB:.1f} GiB on rank {self.rank}{f' ({held})' if held else ''}{host}"
+        return f"{self.total / GIB:.1f} GiB on rank {self.rank}{f' ({texts})' if texts else ''}{host}"
 
 
 def worst_moments(placement: Placement, device: str, device_bytes: int | None) -> dict[str, list[Moment]]:
@@ -90,8 +90,8 @@ def worst_moments(placement: Placement, device: str, device_bytes: int | None) -
     else:
         pools["rollout_pool"] = (config.rollout_pool.world_size, {"rollout": placement.rollout_worker()})
     return {
-        pool: list(_worst(_Pool(placement, ranks, {k: v for k, v in held.items() if v}), device, device_bytes))
-        for pool, (ranks, held) in pools.items()
+        pool: list(_worst(_Pool(placement, ranks, {k: v for k, v in pool_parts.items() if v}), device, device_bytes))
+        for pool, (ranks, pool_parts) in pools.items()
     }
 
 
@@ -110,14 +110,14 @@ class _Pool:
     parts: Mapping[str, Any]
 
     def phases(self, rank: int, device: str, device_bytes: int | None) -> dict[str, dict[Phase, Memory]]:
-        found = {}
+        phases = {}
         for name, part in self.parts.items():
             options = {**part.engine, "trainable": False} if name == "ref" else part.engine
             model, backend = ModelFacts.read(options["model"]), _backend(part)
             load = self._load(part, backend.plan(options, self.world_size, model), model)
-            asked = attrs.evolve(load, rank=rank, device=device, device_bytes=device_bytes)
-            found[name] = {each.phase: each for each in backend.memory(options, self.world_size, model, asked)}
-        return found
+            rank_load = attrs.evolve(load, rank=rank, device=device, device_bytes=device_bytes)
+            phases[name] = {each.phase: each for each in backend.memory(options, self.world_size, model, rank_load)}
+        return phases
 
     def _load(self, part: Any, plan: Plan | None, model: ModelFacts) -> Load:
         config = self.placement.config
@@ -167,15 +167,15 @@ def _worst(pool: _Pool, device: str, device_bytes: int | None) -> Iterator[Momen
 
 def _held(pool: _Pool, name: str, part: str, phases: Mapping[str, Mapping[Phase, Memory]]) -> Memory | None:
     works, phase = WORKS[name]
-    known = phases[part]
-    if part in BUILT_AFTER.get(name, ()) or not known:
+    estimates = phases[part]
+    if part in BUILT_AFTER.get(name, ()) or not estimates:
         return None
     if part == works:
-        return known.get(phase, known[Phase.IDLE])
-    if part != "rollout" or not pool.parts[part].release_after_generate or Phase.RELEASED not in known:
-        return known[Phase.IDLE]
+        return estimates.get(phase, estimates[Phase.IDLE])
+    if part != "rollout" or not pool.parts[part].release_after_generate or Phase.RELEASED not in estimates:
+        return estimates[Phase.IDLE]
     # New weights come before the KV cache is taken again.
-    return attrs.evolve(known[Phase.IDLE], kv_cache=0) if name == "weights" else known[Phase.RELEASED]
+    return attrs.evolve(estimates[Phase.IDLE], kv_cache=0) if name == "weights" else estimates[Phase.RELEASED]
 
 
 def _backend(part: Any) -> Any:

@@ -42,11 +42,11 @@ class Workers:
 
     def settled_options(self) -> str:
         """What was left to the devices and is settled there, in words: "actor dtype=float32"; "" where nothing was."""
-        found: dict[str, dict[str, Any]] = {}
+        options: dict[str, dict[str, Any]] = {}
         for group in self._groups:
-            found |= group.settled_options()
-        said = {part: " ".join(f"{name}={value}" for name, value in each.items()) for part, each in found.items()}
-        return ", ".join(f"{part} {each}" for part, each in said.items() if each)
+            options |= group.settled_options()
+        texts = {part: " ".join(f"{name}={value}" for name, value in each.items()) for part, each in options.items()}
+        return ", ".join(f"{part} {each}" for part, each in texts.items() if each)
 
     @property
     def _groups(self) -> tuple[WorkerGroup, ...]:

@@ -81,8 +81,8 @@ def _loading(idle: Memory, shape: DecoderShape, size: int, load: Load) -> Memory
         activations=shape.largest_tensor * size,
         host=0 if on_cpu else read,
     )
-    made = attrs.evolve(idle, phase=Phase.LOAD, host=reading.host)
-    return max(reading, made, key=lambda each: each.total)
+    loaded_model = attrs.evolve(idle, phase=Phase.LOAD, host=reading.host)
+    return max(reading, loaded_model, key=lambda each: each.total)
 
 
 def _with_offload(config: FsdpConfig, memory: Memory, load: Load) -> Memory:

@@ -55,16 +55,16 @@ def measured(rank: int, world_size: int, model: str, num_micro: int, **options: 
 
     def score() -> None:
         with engine.eval_mode():
-            wanted = frozenset({"log_probs", "entropy"})
-            engine.forward_backward([batch], None, scale, forward_only=True, outputs=wanted)
+            outputs = frozenset({"log_probs", "entropy"})
+            engine.forward_backward([batch], None, scale, forward_only=True, outputs=outputs)
 
     train()
-    loaded = engine._ready()
-    held = [loaded.model, *([loaded.optimizer._adamw] if loaded.optimizer else [])]
-    found = {Phase.TRAIN: peak_memory(train, *held), Phase.EVAL: peak_memory(score, *held)}
-    found[Phase.IDLE] = peak_memory(lambda: torch.zeros(1), *held)
+    state = engine._ready()
+    holders = [state.model, *([state.optimizer._adamw] if state.optimizer else [])]
+    peaks = {Phase.TRAIN: peak_memory(train, *holders), Phase.EVAL: peak_memory(score, *holders)}
+    peaks[Phase.IDLE] = peak_memory(lambda: torch.zeros(1), *holders)
     engine.shutdown()
-    return {str(phase): size for phase, size in found.items()}
+    return {str(phase): size for phase, size in peaks.items()}
 
 
 @pytest.mark.parametrize(

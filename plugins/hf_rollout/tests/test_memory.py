@@ -31,11 +31,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_estimate_is_near_what_tensors_take(model: str, options: dict[str, Any]) -> None:
     rollout = HfRollout(HfRolloutConfig(model, **options), device="cpu")
     rollout.initialize()
-    asked = prompts(*[[3 + row] * PROMPT for row in range(ROWS)])
+    batch = prompts(*[[3 + row] * PROMPT for row in range(ROWS)])
     sampling = SamplingParams(max_new_tokens=NEW, ignore_eos=True, seed=0)
     have = {
         Phase.IDLE: peak_memory(lambda: torch.zeros(1), rollout._model),
-        Phase.GENERATE: peak_memory(lambda: rollout.generate(asked, sampling), rollout._model),
+        Phase.GENERATE: peak_memory(lambda: rollout.generate(batch, sampling), rollout._model),
     }
     load = Load(device="cpu", prompt_tokens=PROMPT, row_tokens=PROMPT + NEW, rows=ROWS)
     want = {each.phase: each for each in memory(HfRolloutConfig(model, **options), 1, ModelFacts.read(model), load)}

@@ -44,7 +44,7 @@ class Share:
         embedding = -(-shape.vocab // multiple) * multiple * shape.hidden // tp
         # A tied head is the embedding where both are in one stage, else the last stage has a copy.
         tables = int(first) + int(last and not (first and shape.tied))
-        dense = sum(layer.cut // tp + layer.whole for layer in layers) + tables * embedding + last * shape.hidden
+        dense = sum(layer.sharded // tp + layer.whole for layer in layers) + tables * embedding + last * shape.hidden
         experts = sum(layer.experts for layer in layers) // (config.expert_parallel * config.expert_tensor_size)
         return cls(dense, experts, layers, first, last)
 
@@ -82,9 +82,9 @@ def memory(config: MegatronConfig, world_size: int, model: ModelFacts, load: Loa
         attrs.evolve(idle, phase=Phase.EXPORT, activations=full_tensor),
     ]
     if config.trainable:
-        kept = int(one.kept * in_flight(config, stage, load.num_micro_batches))
-        turning = kept + one.logits + one.logits_gradient
-        phases.append(attrs.evolve(idle, phase=Phase.TRAIN, activations=max(turning, kept + one.working)))
+        activations = int(one.kept * in_flight(config, stage, load.num_micro_batches))
+        turning = activations + one.logits + one.logits_gradient
+        phases.append(attrs.evolve(idle, phase=Phase.TRAIN, activations=max(turning, activations + one.working)))
     return [_with_offload(config, each, load) for each in (idle, *phases)]
 
 

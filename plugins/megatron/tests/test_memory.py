@@ -58,13 +58,13 @@ def measured(rank: int, world_size: int, model: str, **options: Any) -> dict[str
                 engine.optimizer_step()
 
         train()
-        loaded = engine._ready()
-        assert loaded.optimizer is not None
-        held = [*parameter_tensors(loaded.models), *gradient_tensors(loaded.chunks), *state_tensors(loaded.optimizer)]
+        state = engine._ready()
+        assert state.optimizer is not None
+        tensors = [*parameter_tensors(state.models), *gradient_tensors(state.chunks), *state_tensors(state.optimizer)]
         return {
-            "parameters": sum(each.numel() for chunk in loaded.models for each in chunk.parameters()),
-            str(Phase.TRAIN): peak_memory(train, *held),
-            str(Phase.IDLE): peak_memory(lambda: torch.zeros(1), *held),
+            "parameters": sum(each.numel() for chunk in state.models for each in chunk.parameters()),
+            str(Phase.TRAIN): peak_memory(train, *tensors),
+            str(Phase.IDLE): peak_memory(lambda: torch.zeros(1), *tensors),
         }
 
 

@@ -24,8 +24,8 @@ def memory(config: SglangRolloutConfig, world_size: int, model: ModelFacts, load
     """
     config = config.on(load.device)
     shape, size, tp = DecoderShape.of(model), DTYPE_BYTES[config.dtype], config.tensor_parallel
-    cut = shape.num_parameters - sum(layer.whole for layer in shape.layers)
-    weights = (shape.num_parameters - cut + cut // tp) * size
+    num_sharded = shape.num_parameters - sum(layer.whole for layer in shape.layers)
+    weights = (shape.num_parameters - num_sharded + num_sharded // tp) * size
     forward = min(PREFILL_TOKENS, load.rows * load.prompt_tokens)
     activations = max(
         forward * max(shape.working(layer, size, tp) for layer in shape.layers),

@@ -61,5 +61,5 @@ def rank_weights(shape: DecoderShape, tensor_parallel: int) -> int:
     vocab = -(-shape.vocab // multiple) * multiple
     outside = vocab * shape.hidden // tensor_parallel * (1 if shape.tied else 2) + shape.hidden
     doubled = 2 * max(0, tensor_parallel - shape.kv_heads) * shape.head_dim * shape.hidden
-    layers = sum((layer.cut + doubled + layer.experts) // tensor_parallel + layer.whole for layer in shape.layers)
+    layers = sum((layer.sharded + doubled + layer.experts) // tensor_parallel + layer.whole for layer in shape.layers)
     return outside + layers

@@ -219,15 +219,15 @@ class ManifestSuite(ListedSuite):
         entry = self.entry()
         for world_size in self.worlds_used():
             for device in sorted(entry.manifest.devices):
-                found = self.estimated(world_size, device)
-                assert found == self.estimated(world_size, device)
-                phases = {each.phase: each for each in found}
-                assert len(phases) == len(found), "a phase is there once"
+                estimate = self.estimated(world_size, device)
+                assert estimate == self.estimated(world_size, device)
+                phases = {each.phase: each for each in estimate}
+                assert len(phases) == len(estimate), "a phase is there once"
                 working = Phase.TRAIN if self.kind == "engine" else Phase.GENERATE
                 assert {Phase.IDLE, working} <= phases.keys()
                 assert phases[Phase.IDLE].total <= phases[working].total
-                numbers = [value for each in found for value in attrs.astuple(each)[1:]]
-                assert all(isinstance(value, int) and value >= 0 for value in numbers), found
+                numbers = [value for each in estimate for value in attrs.astuple(each)[1:]]
+                assert all(isinstance(value, int) and value >= 0 for value in numbers), estimate
                 if self.kind == "engine":
                     frozen = self.estimated(world_size, device, trainable=False)
                     assert Phase.TRAIN not in {each.phase for each in frozen}

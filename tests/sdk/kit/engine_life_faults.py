@@ -79,9 +79,9 @@ class RefusesByRank(Fault):
 
 def fresh_with_weights(engine: Any) -> None:
     """An engine's optimizer state is lost; weights and schedule are kept."""
-    kept, at = [(name, value.clone()) for name, value in engine.export_weights()], engine._training().schedule_step
+    tensors, at = [(name, value.clone()) for name, value in engine.export_weights()], engine._training().schedule_step
     engine.initialize()
-    engine.load_weights(iter(kept))
+    engine.load_weights(iter(tensors))
     engine._training().schedule_step = at
 
 

@@ -35,8 +35,8 @@ def test_half_of_the_gpu_is_half_of_the_gpu_whatever_the_trainer_holds(monkeypat
     for free in (80, 60, 41):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free * GIB, 80 * GIB))
         config = SglangRolloutConfig("x", gpu_memory_utilization=0.5, dtype="bfloat16")
-        made = arguments(config, MODEL, torch.device("cuda", 0), has_tokenizer=True)
-        assert made["mem_fraction_static"] * free == pytest.approx(40)
+        options = arguments(config, MODEL, torch.device("cuda", 0), has_tokenizer=True)
+        assert options["mem_fraction_static"] * free == pytest.approx(40)
 
 
 def test_a_share_that_is_not_free_is_refused_with_what_is() -> None:
