@@ -13,6 +13,7 @@ import pytest
 from core.manifest import Capability, Kind, Manifest, Plan
 from core.model_facts import ModelFacts
 from core.registry import Backend, EngineRegistry
+from sdk.conformance.closeness import BOUNDS, Bounds
 
 T = TypeVar("T")
 Test = TypeVar("Test", bound=Callable[..., Any])
@@ -86,6 +87,9 @@ class Conformance:
         config: options of the backend, for every test; the kit adds the model and what a test varies.
         worlds: numbers of ranks; empty: the first two of 1, 2, 4, 8 that the planner takes.
         device: where the backend runs.
+        dtype: of its passes: the backend's option `dtype` where it has one and `config` doesn't set it. Results are
+            held to the bounds of this dtype (sdk.conformance.closeness.BOUNDS). For an engine with fp32 parameters and
+            passes in bf16 it is "bfloat16", and `config` says the rest.
         expected_failures: tests that are known to fail, each with the reason. One that passes fails.
     """
 
@@ -95,6 +99,7 @@ class Conformance:
     config: ClassVar[Mapping[str, Any]] = {}
     worlds: ClassVar[Sequence[int]] = ()
     device: ClassVar[str] = "cpu"
+    dtype: ClassVar[str] = "float32"
     expected_failures: ClassVar[Mapping[str, str]] = {}
 
     @pytest.fixture(autouse=True)
@@ -131,7 +136,7 @@ class Conformance:
     @classmethod
     def planned(cls, world_size: int, model: str | None = None, **options: Any) -> Plan | None:
         """What the planner answers; None without a planner. Raises Refused as the planner does."""
-        data = {"model": model or "model", **cls.config, **options}
+        data = {"model": model or "model", **cls.options(), **options}
         return cls.entry().plan(data, world_size, ModelFacts.read(model) if model else None)
 
     @classmethod
@@ -153,7 +158,18 @@ class Conformance:
 
     @classmethod
     def subject(cls) -> Subject:
-        return Subject(cls.kind, cls.backend, cls.model_type, dict(cls.config), cls.device)
+        return Subject(cls.kind, cls.backend, cls.model_type, cls.options(), cls.device)
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """`config`, and the dtype where the backend has such an option."""
+        computes = cls.kind in ("engine", "rollout") and cls.has_option("dtype")
+        return ({"dtype": cls.dtype} if computes else {}) | dict(cls.config)
+
+    @property
+    def bounds(self) -> Bounds:
+        """How near results must be to those of the reference."""
+        return BOUNDS[self.dtype]
 
     # Where it runs
 

@@ -71,6 +71,53 @@ STEPS: tuple[Step, ...] = (
         " each way; what a step leaves behind; checkpoints of offloaded state.",
         "sdk.gpu.fsdp:offload",
     ),
+    Step(
+        "08",
+        "one process",
+        90,
+        "Weights from the FSDP engine to transformers' generate in the same process, in fp32 and bf16: greedy tokens"
+        " and log-probabilities before and after a step, the gap between sampler and trainer, seeds, memory given back,"
+        " GB a second of an update and tokens a second of sampling.",
+        "sdk.gpu.rollouts:same_process",
+    ),
+    Step(
+        "09",
+        "transfers",
+        120,
+        "Buckets between two processes on one machine by each kind of transfer that is installed: to the bit, GB a"
+        " second; where two ends on one GPU cannot meet, a refusal within the deadline, after which both go on.",
+        "sdk.gpu.transfers:two_processes",
+    ),
+    Step(
+        "10",
+        "megatron",
+        150,
+        "The conformance kit's tests on the Megatron engine, tensor parallel 1; with what it computes in bf16; what"
+        " eval_mode holds of an engine whose parameters are offloaded.",
+        "sdk.gpu.megatron:engine",
+    ),
+    Step(
+        "11",
+        "vllm",
+        180,
+        "What step 08 measures, with vLLM in the trainer's process and a model of a billion parameters in bf16; tokens"
+        " a second of bare vLLM.",
+        "sdk.gpu.rollouts:vllm",
+    ),
+    Step(
+        "12",
+        "sglang",
+        180,
+        "What step 08 measures, with SGLang beside the trainer; the environment before and after its engine starts.",
+        "sdk.gpu.rollouts:sglang",
+    ),
+    Step(
+        "13",
+        "recipe",
+        120,
+        "GRPO on a tiny model in one process: the reward rises, and a seed gives the same metrics again.",
+        "sdk.gpu.recipe:grpo",
+    ),
 )
 
 

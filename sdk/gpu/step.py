@@ -65,10 +65,19 @@ class StepRun:
     Attributes:
         device: "cuda" or "cpu".
         folder: of the whole run: models that a step makes are there for those after it.
+        about: stands before the name of each note.
     """
 
-    def __init__(self, device: str, folder: Path, write: Callable[[Note], None]) -> None:
-        self.device, self.folder, self._write = device, folder, write
+    def __init__(self, device: str, folder: Path, write: Callable[[Note], None], about: str = "") -> None:
+        self.device, self.folder, self.about = device, folder, about
+        self._write_note = write
+
+    def named(self, about: str) -> StepRun:
+        """The same, for notes about one thing of several."""
+        return StepRun(self.device, self.folder, self._write_note, f"{self.about}{about}: ")
+
+    def _write(self, note: Note) -> None:
+        self._write_note(attrs.evolve(note, name=self.about + note.name))
 
     @property
     def on_cuda(self) -> bool:

@@ -17,6 +17,7 @@ from core.errors import Refused
 from core.loss import LossFn
 from manymesh.parts.schedule import lr_factor
 from sdk.conformance.base import Subject, gate
+from sdk.conformance.closeness import assert_close
 from sdk.conformance.suites.mesh import MeshSuite
 from sdk.reference import BOTH, TEMPERATURE, PlainTrainer, PolicyLoss, ValueLoss, make_batch, scale_of
 
@@ -64,6 +65,10 @@ class EngineSuite(MeshSuite):
 
     def loss(self) -> LossFn:
         return ValueLoss() if self.is_value() else PolicyLoss()
+
+    def assert_near(self, have: torch.Tensor, want: torch.Tensor, what: str) -> None:
+        """Outputs within the bounds of the suite's dtype. Raises AssertionError."""
+        assert_close(have, want, atol=self.bounds.atol, rtol=self.bounds.rtol, what=what)
 
     def trained(self, world_size: int, optimizer: OptimizerConfig = PLAIN_STEP, **options: Any) -> list[Trained]:
         """Two steps on every rank, made once for the same arguments."""

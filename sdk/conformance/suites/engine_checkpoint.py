@@ -201,7 +201,7 @@ class CheckpointSuite(EngineSuite):
             assert run.step == 2
             assert differing(run.saved, unbroken.saved) == []
             assert run.rates == pytest.approx(unbroken.rates), "the schedule goes on"
-            assert_moved_alike(run.end, unbroken.end, start, limit=1e-3)
+            assert_moved_alike(run.end, unbroken.end, start, limit=self.bounds.movement)
 
     @offered(Capability.CHECKPOINT)
     def test_training_goes_on_from_a_checkpoint_as_if_unbroken(self, world_size: int) -> None:
@@ -266,7 +266,7 @@ class CheckpointSuite(EngineSuite):
             assert wrong == {}, "what was not refused"
             assert answers == ranks[0][0], "all ranks say the same"
             assert changed == []
-            assert_moved_alike(end, plain.end, plain.start, limit=1e-3)
+            assert_moved_alike(end, plain.end, plain.start, limit=self.bounds.movement)
 
     @offered(Capability.CHECKPOINT)
     @same_for_every_model_type

@@ -21,7 +21,7 @@ from core.loss import LossFn
 from core.manifest import Capability
 from manymesh.parts.schedule import lr_factor
 from sdk.conformance.base import Subject, offered
-from sdk.conformance.closeness import assert_close, assert_moved_alike
+from sdk.conformance.closeness import assert_moved_alike
 from sdk.conformance.process_state import left_behind, process_state, restore
 from sdk.conformance.suites.engine_base import (
     BATCHES,
@@ -299,7 +299,7 @@ class LifeSuite(EngineSuite):
             wrong = {name: answer for name, answer in answers.items() if not answer.startswith("refused")}
             assert wrong == {}, "requests that were not refused"
             assert without.startswith("refused"), f"a step without gradients: {without}"
-            assert_moved_alike(end, plain.end, plain.start, limit=1e-3, what="steps after refusals")
+            assert_moved_alike(end, plain.end, plain.start, limit=self.bounds.movement, what="steps after refusals")
 
     @same_for_every_model_type
     @pytest.mark.parametrize(
@@ -322,13 +322,13 @@ class LifeSuite(EngineSuite):
             assert not torch.tensor(each["norm"]).isfinite(), "grad_norm says what was wrong"
             assert each["changed"] == [], "weights that changed"
             assert not each["then skipped"]
-            assert_moved_alike(each["end"], plain.end, plain.start, limit=1e-3, what="the next step")
+            assert_moved_alike(each["end"], plain.end, plain.start, limit=self.bounds.movement, what="the next step")
 
     @same_for_every_model_type
     def test_evaluations_and_dropped_gradients_do_not_count(self, world_size: int) -> None:
         plain, model = self.plain(), self.model_of_suite()
         for end in self.on(world_size, eval_between, model, self.loss(), self.outputs()):
-            assert_moved_alike(end, plain.end, plain.start, limit=1e-3)
+            assert_moved_alike(end, plain.end, plain.start, limit=self.bounds.movement)
 
     @same_for_every_model_type
     def test_eval_mode_is_without_dropout_and_training_gives_no_outputs(self) -> None:
@@ -347,7 +347,7 @@ class LifeSuite(EngineSuite):
                 assert second is not None
                 assert plain is not None
                 assert torch.equal(first[name], second[name])
-                assert_close(first[name], plain[name], atol=2e-5, rtol=1e-4, what=name)
+                self.assert_near(first[name], plain[name], name)
 
     def test_an_engine_that_is_not_trainable_infers_and_refuses_to_train(self) -> None:
         model = self.model_of_suite()
@@ -372,7 +372,7 @@ class LifeSuite(EngineSuite):
         plain, model = self.plain(), self.model_of_suite()
         for changes, end, _ in self.on(world_size, moved, model, self.loss(), self.outputs(), configured):
             assert changes == [], "weights exported from CPU"
-            assert_moved_alike(end, plain.end, plain.start, limit=1e-3)
+            assert_moved_alike(end, plain.end, plain.start, limit=self.bounds.movement)
 
     @same_for_every_model_type
     def test_an_engine_has_the_methods_of_its_capabilities_and_no_others(self) -> None:

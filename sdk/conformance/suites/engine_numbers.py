@@ -122,9 +122,11 @@ class NumbersSuite(EngineSuite):
     def test_clipped_and_scheduled_steps_are_those_of_one_process(self, world_size: int) -> None:
         ranks, plain = self.trained(world_size, FULL, num_micro=2), self.plain(FULL)
         for rank in ranks:
-            assert rank.norms == pytest.approx(plain.norms, rel=1e-3), "grad_norm is the norm before clipping"
+            assert rank.norms == pytest.approx(plain.norms, rel=self.bounds.relative), (
+                "grad_norm is that before clipping"
+            )
             assert rank.rates == pytest.approx(plain.rates), "lr_scheduler_step gives the rate that the step used"
-            assert_moved_alike(rank.end, plain.end, plain.start, limit=5e-3)
+            assert_moved_alike(rank.end, plain.end, plain.start, limit=self.bounds.trained)
 
     @offered(Capability.PACKED)
     def test_packed_rows_train_as_padded_ones(self, world_size: int) -> None:
@@ -143,7 +145,7 @@ class NumbersSuite(EngineSuite):
             assert before is not None
             assert after is not None
             for name in self.outputs():
-                assert_close(before[name][1], after[name][1], atol=2e-5, rtol=1e-5, what=name)
+                self.assert_near(before[name][1], after[name][1], name)
                 assert (before[name][0] - after[name][0]).abs().max() > 1e-2
 
     @offered(Capability.PACKED)
@@ -171,9 +173,13 @@ class NumbersSuite(EngineSuite):
                 assert not with_gradient, "outputs are detached"
                 for name, value in values.items():
                     width = value.shape[1]
-                    assert_close(value, plain[name][rows, :width], atol=2e-5, rtol=1e-4, what=name)
+                    assert_close(
+                        value, plain[name][rows, :width], atol=self.bounds.atol, rtol=self.bounds.rtol, what=name
+                    )
             total[dp_rank] = sum(metrics["loss"] for *_, metrics in parts)
-        assert sum(total.values()) == pytest.approx(self.plain().losses[0], rel=1e-4), "an evaluation's loss"
+        assert sum(total.values()) == pytest.approx(self.plain().losses[0], rel=self.bounds.relative), (
+            "an evaluation's loss"
+        )
 
     def test_outputs_are_of_the_temperature_of_the_call(self) -> None:
         """A value has no temperature."""
@@ -186,7 +192,7 @@ class NumbersSuite(EngineSuite):
             for values, plain in zip(rank, want, strict=True):
                 for name in values or ():
                     assert values is not None
-                    assert_close(values[name], plain[name], atol=2e-5, rtol=1e-4, what=name)
+                    self.assert_near(values[name], plain[name], name)
 
     def test_top_log_probs_are_those_of_the_given_ids_in_value_and_gradient(self, world_size: int) -> None:
         """Where the plan's limits offer them; a batch without `teacher_ids` is refused then."""
@@ -201,9 +207,11 @@ class NumbersSuite(EngineSuite):
             world_size, distil, self.model_of_suite(), batch, BATCHES[0], loss
         ):
             if values is not None:
-                assert_close(values["top_log_probs"], outputs, atol=2e-5, rtol=1e-4, what="top_log_probs")
-            assert have == pytest.approx(norm, rel=1e-3)
-            assert_moved_alike(end_weights, end, start, limit=1e-3)
+                assert_close(
+                    values["top_log_probs"], outputs, atol=self.bounds.atol, rtol=self.bounds.rtol, what="top_log_probs"
+                )
+            assert have == pytest.approx(norm, rel=self.bounds.relative)
+            assert_moved_alike(end_weights, end, start, limit=self.bounds.movement)
             assert answer.startswith("refused"), f"a batch without teacher_ids: {answer}"
 
     def test_filler_rows_change_nothing(self) -> None:
@@ -216,8 +224,8 @@ class NumbersSuite(EngineSuite):
         world_size = self.worlds_used()[-1]
         ranks = self.on(world_size, step_once, self.model_of_suite(), filled, self.loss())
         for _, have, values in ranks:
-            assert have == pytest.approx(norm, rel=1e-3)
-            assert_moved_alike(values, end, start, limit=1e-3)
+            assert have == pytest.approx(norm, rel=self.bounds.relative)
+            assert_moved_alike(values, end, start, limit=self.bounds.movement)
         assert loss
 
     def test_matrices_decay_and_norms_and_biases_do_not(self) -> None:
@@ -250,19 +258,19 @@ class NumbersSuite(EngineSuite):
             for name, value in want.items():
                 assert values[name].dtype == torch.float32
                 assert values[name][empty].eq(0).all(), f"{name} is 0 at position 0 and in padding"
-                assert_close(values[name], value, atol=2e-5, rtol=1e-4, what=name)
+                self.assert_near(values[name], value, name)
 
     def check_losses(self, ranks: list[Trained]) -> None:
         for number, want in enumerate(self.plain().losses):
             have = sum(rank.losses[number] for rank in ranks if rank.is_collect)
-            assert have == pytest.approx(want, rel=1e-3), f"loss of step {number}"
+            assert have == pytest.approx(want, rel=self.bounds.relative), f"loss of step {number}"
 
     def check_gradient(self, ranks: list[Trained]) -> None:
         """What a plain step moves is the gradient; and its norm, by itself."""
         plain = self.plain()
         for rank in ranks:
-            assert rank.norms == pytest.approx(plain.norms, rel=1e-3), "norm of the gradient, by step"
-            assert_moved_alike(rank.end, plain.end, plain.start, limit=1e-3)
+            assert rank.norms == pytest.approx(plain.norms, rel=self.bounds.relative), "norm of the gradient, by step"
+            assert_moved_alike(rank.end, plain.end, plain.start, limit=self.bounds.movement)
 
 
 def decay_once(

@@ -140,13 +140,15 @@ class WeightsSuite(EngineSuite):
             assert each["stale"] == [], "exported as they were before the step"
             assert each["arrived"] == [], "weights that differ from those sent"
             for name in each["want"] or ():
-                assert_close(each["after"][name], each["want"][name], atol=2e-5, rtol=1e-4, what=name)
+                assert_close(
+                    each["after"][name], each["want"][name], atol=self.bounds.atol, rtol=self.bounds.rtol, what=name
+                )
                 assert (each["after"][name] - each["before"][name]).abs().max() > 1e-4
 
     def test_training_goes_on_from_loaded_weights(self, world_size: int) -> None:
         for each in self.crossings(world_size):
             have, want = each["norms"]
-            assert have == pytest.approx(want, rel=1e-3)
+            assert have == pytest.approx(want, rel=self.bounds.relative)
 
     def test_exported_tensors_are_the_receivers_own(self, world_size: int) -> None:
         for each in self.crossings(world_size):
@@ -176,5 +178,5 @@ class WeightsSuite(EngineSuite):
             assert each["merged moved"], "and with it the merged weights"
             before, after, without = each["outputs"]
             for name in before or ():
-                assert_close(without[name], before[name], atol=2e-5, rtol=1e-4, what=name)
+                self.assert_near(without[name], before[name], name)
                 assert (after[name] - before[name]).abs().max() > 1e-4

@@ -11,7 +11,7 @@ import torch
 from core.errors import Refused
 from core.manifest import Capability
 from core.rollout import LogProbKind, Rollout, SamplingParams
-from sdk.conformance.base import absent, offered
+from sdk.conformance.base import absent, gate, offered
 from sdk.conformance.suites.rollout_base import (
     RolloutSuite,
     capability_of,
@@ -99,7 +99,7 @@ class SamplingSuite(RolloutSuite):
             return
         for row in rows_of(rollout.generate(prompts(*RAGGED), sampling)):
             want = log_probs_of(self.models.reference(1), row.prompt, row.tokens, sampling)
-            assert (row.log_probs - want).abs().max() < 1e-4
+            assert (row.log_probs - want).abs().max() < self.bounds.sampled
 
     def test_a_greedy_tokens_processed_log_prob_is_zero(self, rollout: Rollout) -> None:
         sampling = SamplingParams(temperature=0.0, max_new_tokens=4, log_probs=LogProbKind.PROCESSED)
@@ -186,6 +186,7 @@ class SamplingSuite(RolloutSuite):
         batch = prompts(*(PROMPTS[i] for i in order), prompt_id=order)
         return responses(rollout.generate(batch, self.sampling(**(SEEDED | options))))
 
+    @gate(lambda suite: "" if suite.dtype == "float32" else "sums of that precision depend on the batch")
     @offered(Capability.ROW_SEEDS)
     def test_a_rows_samples_depend_neither_on_its_batch_nor_on_its_place(self, rollout: Rollout) -> None:
         whole = self._seeded(rollout, [0, 1, 2, 3, 4, 5])

@@ -64,12 +64,12 @@ class ScoreSuite(RolloutSuite):
     @offered(Capability.SCORE)
     @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
     def test_scores_are_the_reference_models_at_any_temperature(self, rollout: Rollout, temperature: float) -> None:
-        assert self.score_error(rollout, 1, TEXTS, temperature=temperature) < 1e-4
+        assert self.score_error(rollout, 1, TEXTS, temperature=temperature) < self.bounds.sampled
 
     @offered(Capability.SCORE)
     def test_scores_come_in_the_order_of_rows_and_share_their_offsets(self, rollout: Rollout) -> None:
         for order in ([5, 1, 0, 4, 2, 3], [4, 3, 2, 1, 0, 5]):
-            assert self.score_error(rollout, 1, [TEXTS[i] for i in order]) < 1e-4
+            assert self.score_error(rollout, 1, [TEXTS[i] for i in order]) < self.bounds.sampled
         batch = sequences(*TEXTS)
         out = as_scoring(rollout).score(batch, top_k=2)
         assert {name: out[name].dtype for name in ("log_probs", "top_ids", "top_log_probs")} == {
@@ -94,8 +94,8 @@ class ScoreSuite(RolloutSuite):
             if len(row) == 1:
                 continue
             table = self.reference_scores(1, row, temperature)
-            assert float((table.topk(TOP_K).values - values[1:]).abs().max()) < 1e-4
-            assert float((table.gather(1, ids[1:]) - values[1:]).abs().max()) < 1e-4
+            assert float((table.topk(TOP_K).values - values[1:]).abs().max()) < self.bounds.sampled
+            assert float((table.gather(1, ids[1:]) - values[1:]).abs().max()) < self.bounds.sampled
             for token, log_prob, best, likely in zip(row[1:], log_probs[1:], ids[1:], values[1:], strict=True):
                 assert len(set(best.tolist())) == TOP_K
                 if (best == token).any():
@@ -108,7 +108,7 @@ class ScoreSuite(RolloutSuite):
         out = as_scoring(rollout).score(sequences(TEXTS[3]), top_k=64)
         want = self.reference_scores(1, TEXTS[3])
         have = torch.empty_like(want).scatter(1, out["top_ids"].values()[1:], out["top_log_probs"].values()[1:])
-        assert float((have - want).abs().max()) < 1e-4
+        assert float((have - want).abs().max()) < self.bounds.sampled
 
     @offered(Capability.SCORE)
     def test_what_it_sampled_it_scores_alike(self, rollout: Rollout) -> None:
@@ -117,7 +117,7 @@ class ScoreSuite(RolloutSuite):
         at = 1.0 if self.log_prob_kind.value == "raw" else 0.8
         scores = as_scoring(rollout).score(batch, temperature=at)
         for row, values in zip(rows_of(batch), scores["log_probs"].unbind(), strict=True):
-            assert float((values[torch.tensor(row.mask)] - row.log_probs).abs().max()) < 1e-4
+            assert float((values[torch.tensor(row.mask)] - row.log_probs).abs().max()) < self.bounds.sampled
 
     @offered(Capability.SCORE)
     def test_padded_sequences_give_what_jagged_ones_give(self, rollout: Rollout) -> None:
@@ -142,7 +142,7 @@ class ScoreSuite(RolloutSuite):
         rows, options, message = WRONG[wrong]
         with pytest.raises(Refused, match=message):
             as_scoring(rollout).score(sequences(*rows), **options)
-        assert self.score_error(rollout, 1, TEXTS[:2]) < 1e-4
+        assert self.score_error(rollout, 1, TEXTS[:2]) < self.bounds.sampled
 
     @offered(Capability.SCORE)
     def test_scores_with_model_inputs_that_it_does_not_read_are_refused_by_name(self, rollout: Rollout) -> None:
@@ -152,14 +152,14 @@ class ScoreSuite(RolloutSuite):
     @offered(Capability.SCORE)
     def test_scores_are_of_the_weights_that_came_last_and_refused_without_any(self, live: Rollout) -> None:
         rows = [Models.long(300), [5, 6, 7], Models.long(300)]
-        assert self.score_error(live, 1, rows) < 1e-4  # long enough to be kept in a cache
+        assert self.score_error(live, 1, rows) < self.bounds.sampled  # long enough to be kept in a cache
         weights = self.models.weights(2)
         live.begin_weight_update(specs(weights), 1)
         with pytest.raises(Refused, match="no valid weights"):
             as_scoring(live).score(sequences([5, 6]))
         live.abort_weight_update()
         update(live, weights, 2)
-        assert self.score_error(live, 2, rows) < 1e-4
+        assert self.score_error(live, 2, rows) < self.bounds.sampled
         assert self.score_error(live, 1, rows) > 1e-1
 
     @absent(Capability.SCORE)
