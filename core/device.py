@@ -1,11 +1,15 @@
-"""The one place that knows devices: which one a rank has, which collective backend serves it, and how ranks meet."""
+"""The one place that knows devices: which ones a rank was given, which collective backend serves them, and how ranks
+meet."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
 
 from core.errors import Refused
 
@@ -15,15 +19,110 @@ if TYPE_CHECKING:
 
 DEVICE_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
+Vendor = Literal["nvidia", "amd", "ascend"]
+# The variables by which a process is shown some of a node's accelerators. Of several that are set the first counts.
+SHOWN_BY: Mapping[Vendor, tuple[str, ...]] = {
+    "nvidia": ("CUDA_VISIBLE_DEVICES",),
+    "amd": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    "ascend": ("ASCEND_RT_VISIBLE_DEVICES",),
+}
+# With these a process that begins sees none. HIP takes an empty variable for one that is not set.
+HIDING = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1", "ASCEND_RT_VISIBLE_DEVICES": ""}
+
+
+@attrs.frozen
+class Accelerators:
+    """The accelerators that a process was given, in the order in which it sees them.
+
+    Attributes:
+        ids: as the vendor, or Ray, names them on this node: numbers, UUIDs or MIG instances.
+        ordinals: their numbers within the process: 2 is torch's "cuda:2".
+        num_visible: how many the process sees, its own and others.
+    """
+
+    ids: tuple[str, ...]
+    ordinals: tuple[int, ...]
+    num_visible: int
+
+    @classmethod
+    def given(
+        cls, ids: Iterable[str], vendor: Vendor, environment: Mapping[str, str], num_devices: int
+    ) -> Accelerators:
+        """Find what was given among what the process sees.
+
+        Args:
+            ids: in any order.
+            environment: of the process.
+            num_devices: how many the process sees, where no variable says it.
+
+        Raises:
+            Refused: the process doesn't see one of them.
+        """
+        shown = visible(vendor, environment)
+        ordinals = {}
+        for each in map(_entry, ids):
+            if shown is None and each.isdigit():
+                ordinals[each] = int(each)
+            elif shown is not None and each in shown:
+                ordinals[each] = shown.index(each)
+            else:
+                have = {name: environment[name] for name in SHOWN_BY[vendor] if name in environment}
+                raise Refused(
+                    f"this process was given accelerator {each!r} and doesn't see it",
+                    have=", ".join(f"{name}={value}" for name, value in have.items()) or "no variable that shows it",
+                    want=f"{each!r} among the visible ones",
+                    mend=f"leave {' and '.join(SHOWN_BY[vendor])} to whoever starts the process",
+                )
+        found = sorted(ordinals, key=ordinals.__getitem__)
+        num_visible = len(shown) if shown is not None else max(num_devices, *(ordinals[each] + 1 for each in found))
+        return cls(tuple(found), tuple(ordinals[each] for each in found), num_visible)
+
+    @classmethod
+    def given_here(cls, ids: Iterable[str]) -> Accelerators:
+        """The same, in this process. Raises Refused as `given`."""
+        import torch
+
+        vendor: Vendor = "ascend" if hasattr(torch, "npu") else "amd" if torch.version.hip else "nvidia"
+        return cls.given(ids, vendor, os.environ, torch.cuda.device_count())
+
+
+def visible(vendor: Vendor, environment: Mapping[str, str]) -> tuple[str, ...] | None:
+    """The accelerators that variables show a process, in the order of their ordinals; None where no variable is set.
+
+    As the vendors read them: the list ends at the first entry that is negative or empty, and shows nothing if it names
+    one twice.
+    """
+    names = [
+        name for name in SHOWN_BY[vendor] if environment.get(name, "") or (vendor != "amd" and name in environment)
+    ]
+    if not names:
+        return None
+    entries: list[str] = []
+    for entry in map(_entry, environment[names[0]].split(",")):
+        if not entry or entry.startswith("-") or entry == "NoDevFiles":
+            break
+        if entry in entries:
+            return ()
+        entries.append(entry)
+    return tuple(entries)
+
+
+def _entry(text: str) -> str:
+    text = text.strip()
+    return str(int(text)) if text.isdigit() else text
+
 
 def choose_device(device: str | None = None) -> torch.device:
-    """This rank's device: the one whose number is in LOCAL_RANK.
+    """This rank's device: the one whose ordinal is in LOCAL_RANK, or the only one that the process sees.
+
+    A worker group sets LOCAL_RANK to the ordinal of the device that the rank was given, and hides all devices from a
+    rank that was given none. torchrun sets it too. Without it the rank takes the first.
 
     Args:
-        device: "cpu", "cuda" or None for what the machine has.
+        device: "cpu", "cuda" or None for what the process sees.
 
     Raises:
-        Refused: the device is unknown, or the machine has none of it.
+        Refused: the device is unknown, or the process sees none of it, or too few.
     """
     import torch
 
@@ -35,8 +134,15 @@ def choose_device(device: str | None = None) -> torch.device:
         return torch.device("cpu")
     if not have_cuda:
         raise Refused("this process sees no CUDA device", want="device 'cpu', or a pool with use_gpu=True")
-    # Ray shows an actor only its own GPUs, so the number wraps around.
-    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    count = torch.cuda.device_count()
+    index = int(os.environ.get("LOCAL_RANK", "0")) if count > 1 else 0
+    if not 0 <= index < count:
+        raise Refused(
+            f"there is no device for LOCAL_RANK {index}",
+            have=f"{count} visible devices",
+            want=f"LOCAL_RANK from 0 to {count - 1}, the ordinal of the rank's device",
+            mend="start no more processes on a node than it has devices, or show each process its own alone",
+        )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -99,6 +205,8 @@ def join_world(rank: int, world_size: int, store: Any, timeout_s: float) -> None
                 mend="let the worker open its world before any library does",
             )
         return
+    # Without device_id: with it torch (2.13) splits the world's communicator for each new group, also for gloo ones,
+    # where only ranks outside of the group take part in the split. vLLM makes such groups, and would hang.
     dist.init_process_group(
         collective_backend(), store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )

@@ -118,6 +118,11 @@ class CheckpointEngine(Protocol):
         """Collective. Returns the step. Refused, with nothing changed, when it is of another model."""
         ...
 
+    def settle_checkpoint(self) -> None:
+        """Collective. Wait until all that was saved is whole, under its name: of engines that write in the background.
+        Refused on all ranks where it could not be written."""
+        ...
+
 
 @runtime_checkable
 class AdapterEngine(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -152,11 +153,22 @@ class WorkerGroup(Generic[W]):
             self._routes[mesh] = route
         return self._routes[mesh]
 
-    def shutdown(self, timeout_s: float = 20.0) -> None:
-        """Shut down the workers, then end their processes. Can be called twice."""
+    def shutdown(self, timeout_s: float = 20.0, *, report: bool = True) -> None:
+        """Shut down the workers, then end their processes. Can be called twice.
+
+        Args:
+            timeout_s: deadline of the workers' own shutdown.
+            report: log a warning where a worker raises, dies or misses the deadline: what it still had to write may be
+                lost.
+        """
         try:
             if not self._life.closed and self._life.failure is None:
-                self._transport.shutdown().gather(timeout_s)
+                ticket = self._transport.shutdown()
+                outcomes = ticket.gather(timeout_s)
+                late = sorted(ticket.ranks - outcomes.keys())
+                if report and (late or not all(isinstance(each, Answered) for each in outcomes.values())):
+                    error = explained(outcomes, late, self.name, self._transport, "shutdown", None, timeout_s)
+                    logging.getLogger("manymesh").warning("%s", error)
         finally:
             self._life.closed = True
             self._transport.end()
@@ -167,7 +179,7 @@ class WorkerGroup(Generic[W]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.shutdown()
+        self.shutdown(report=error is None)
 
     def __repr__(self) -> str:
         state = "failed" if self.failed else "closed" if self._life.closed else "ready"

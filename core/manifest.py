@@ -53,12 +53,14 @@ class Plan:
         route: of that layout.
         limits: of micro-batches.
         views: other layouts of the same ranks, by name, e.g. {"expert": ...}.
+        gpus_per_process: GPUs that a rank's process uses, where it uses any.
     """
 
     layout: MeshLayout
     route: Route
     limits: Limits = attrs.field(factory=Limits)
     views: Mapping[str, MeshLayout] = attrs.field(factory=dict)
+    gpus_per_process: int = attrs.field(default=1, kw_only=True)
 
 
 class Planner(Protocol):

@@ -11,6 +11,7 @@ from typing import Any, Self
 import attrs
 
 from core._rows.shards import Shard as Shard
+from core.device import Accelerators
 from core.errors import Refused, did_you_mean
 from core.mesh import Mesh
 
@@ -20,6 +21,8 @@ class WorkerContext:
     """A rank's place in its group, bound for life.
 
     Attributes:
+        local_rank, local_world_size: its place among the group's ranks on the same node, and their number.
+        accelerators: what it was given; None where it was given none, and where nobody deals them (in one process).
         master_addr, master_port: where rank 0 keeps the rendezvous store; port 0 in a group within one process.
         listener: rank 0's listening socket, opened before anybody was told its port, so that there is no race for it.
     """
@@ -32,14 +35,21 @@ class WorkerContext:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     listener: socket.socket | None = attrs.field(default=None, repr=False, eq=False)
+    accelerators: Accelerators | None = None
 
     def environment(self) -> dict[str, str]:
-        """The variables that torch and the libraries built on it read."""
+        """The variables that torch and the libraries built on it read.
+
+        LOCAL_RANK is what libraries take for the ordinal of the process's device, so it is that, and LOCAL_WORLD_SIZE
+        the number of devices it counts in. The place on the node is in RAY_LOCAL_RANK. On CPU they are the same.
+        """
+        given = self.accelerators
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "LOCAL_RANK": str(given.ordinals[0] if given else self.local_rank),
+            "LOCAL_WORLD_SIZE": str(given.num_visible if given else self.local_world_size),
+            "RAY_LOCAL_RANK": str(self.local_rank),
             "RAY_LOCAL_WORLD_SIZE": str(self.local_world_size),
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),

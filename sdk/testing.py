@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import multiprocessing
 import multiprocessing.connection
+import os
 import string
 import sys
 import traceback
@@ -156,6 +157,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, listener: An
     from ray import cloudpickle
 
     torch.set_num_threads(1)
+    os.environ.update(LOCAL_RANK=str(rank))  # its device, on a machine with some
     store = connect_store("127.0.0.1", port, listener=listener, num_ranks=world_size)
     join_world(rank, world_size, store, timeout_s=60)
     while True:

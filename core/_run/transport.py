@@ -52,7 +52,11 @@ Outcome = Answered | BadlyAnswered | RefusedIt | Raised | Died
 
 @attrs.frozen
 class Identity:
-    """Where a worker's process runs."""
+    """Where a worker's process runs.
+
+    Attributes:
+        gpu_ids: of the accelerators that it was given, of whatever vendor, in the order of their numbers.
+    """
 
     node_id: str
     node_address: str

@@ -23,6 +23,7 @@ from core._run.build import RayClassWithInitArgs
 from core._run.host import WorkerHost
 from core._run.observers import MethodRun, Observer
 from core._run.transport import Answered, BadlyAnswered, Identity, Outcome, Raised, RefusedIt
+from core.device import Accelerators
 from core.errors import BadAnswer, Refused
 from core.group import W, WorkerGroup
 from core.worker import WorkerContext, placed
@@ -151,7 +152,8 @@ class LoneRank:
 
     def __init__(self, build: tuple[type, tuple[Any, ...], Mapping[str, Any]], context: WorkerContext) -> None:
         cls, args, kwargs = build
-        self._host, self._context = WorkerHost(), attrs.evolve(context, master_port=0)
+        here = Accelerators(("0",), (0,), 1) if context.accelerators else None  # this machine may have fewer
+        self._host, self._context = WorkerHost(), attrs.evolve(context, master_port=0, accelerators=here)
         _succeeded(self._host.construct(cls, args, dict(kwargs), self._context, set_env=True), "__init__")
 
     def run(self, command: Command, call: RankCall) -> None:

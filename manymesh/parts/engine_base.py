@@ -99,6 +99,9 @@ class EngineBase(ABC, Generic[S]):
         """Move the schedule on; gives the rate that the step just taken used."""
         return self._training().advance()
 
+    def settle_checkpoint(self) -> None:
+        """Nothing, in an engine whose `save_checkpoint` returns when all is written."""
+
     def shutdown(self) -> None:
         """Drop model and optimizer. The process group is the worker's."""
         self._state = None

@@ -191,6 +191,11 @@ class ActorRolloutRefWorker(GeneratingWorker):
         return step
 
     @register()
+    def settle_checkpoint(self) -> None:
+        """Wait until the policy's checkpoints are whole; see TrainingWorker.settle_checkpoint."""
+        self._actor().settle_checkpoint()
+
+    @register()
     def export_model(self, path: str) -> None:
         """Write the policy as a Hugging Face directory; see TrainingWorker.export_model."""
         self._actor().export_model(path)

@@ -189,6 +189,12 @@ class TrainingWorker(Worker):
         return step
 
     @register()
+    def settle_checkpoint(self) -> None:
+        """Wait until the checkpoints that were saved are whole, under their names: engines may write in the background.
+        Refused on all ranks where one could not be written."""
+        self._offered(Capability.CHECKPOINT).settle_checkpoint()
+
+    @register()
     def export_model(self, path: str) -> None:
         """Write the weights as a Hugging Face directory, with the config and tokenizer that the engine's model had.
 

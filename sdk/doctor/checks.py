@@ -8,6 +8,7 @@ from typing import Literal
 import attrs
 from packaging.specifiers import SpecifierSet
 
+from core.device import SHOWN_BY, Vendor, visible
 from core.registry import Entry, Status
 from manymesh import pins
 
@@ -102,6 +103,7 @@ class Torch:
     cuda_build: str | None  # the CUDA that it was built for
     devices: tuple[tuple[str, int, int], ...] = ()  # name, bytes free, bytes in all
     nccl: bool = False
+    vendor: Vendor = "nvidia"  # of what it calls CUDA
     error: str = ""  # why it cannot be imported, or a device not be used
 
 
@@ -177,6 +179,23 @@ def device_memory(name: str, detail: str, total: int, largest: str, device_bytes
     fits = total + reserve <= device_bytes
     detail += f"; a device has {device_bytes / GIB:.1f} GiB, of which {reserve / GIB:.0f} are left free"
     return Finding(f"memory: {name}", "ok" if fits else "problem", detail, "" if fits else LESS[largest])
+
+
+def visible_devices(torch: Torch, environment: Mapping[str, str]) -> list[Finding]:
+    """What variables show of the machine's accelerators, and how many of them a process can have."""
+    names = [name for name in SHOWN_BY[torch.vendor] if environment.get(name)]
+    shown, seen = visible(torch.vendor, environment), len(torch.devices)
+    told = ", ".join(f"{name}={environment[name]}" for name in names)
+    if len({environment[name] for name in names}) > 1:
+        mend = f"unset {', '.join(names[1:])}: {names[0]} counts, and libraries that read another count otherwise"
+        return [Finding("visible devices", "warning", told, mend)]
+    if shown is not None and len(shown) > seen and torch.cuda_build:
+        said = f"{told} names {len(shown)} devices, and torch sees {seen}"
+        return [Finding("visible devices", "problem", said, f"name devices that there are in {names[0]}, each once")]
+    if not seen:
+        return []
+    said = f"{told or 'all'}: a process can have {seen} (gpus_per_process of its pool)"
+    return [Finding("visible devices", "ok", said)]
 
 
 def shared_memory(total: int | None, free: int | None, memory: int) -> list[Finding]:

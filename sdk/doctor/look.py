@@ -43,6 +43,7 @@ def look(names: Sequence[str] = ()) -> Iterator[Finding]:
         ("pins", lambda: checks.agreement(entries, installed())),
         ("torch", lambda: checks.torch_and_devices(see_torch(), len(glob.glob("/dev/nvidia[0-9]*")))),
         ("dtype", lambda: _settled(entries)),
+        ("visible devices", lambda: checks.visible_devices(see_torch(), os.environ)),
         ("ray", _ray),
         ("shared memory", _shared_memory),
         ("disk", _disk),
@@ -96,8 +97,10 @@ def see_torch() -> Torch:
         for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
             torch.ones(2, device=f"cuda:{index}").sum().item()
             devices.append((torch.cuda.get_device_name(index), *torch.cuda.mem_get_info(index)))
-        build = getattr(torch.version, "cuda", None) or getattr(torch.version, "hip", None)
-        return Torch(torch.__version__, build, tuple(devices), dist.is_available() and dist.is_nccl_available())
+        hip = getattr(torch.version, "hip", None)
+        build = getattr(torch.version, "cuda", None) or hip
+        nccl = dist.is_available() and dist.is_nccl_available()
+        return Torch(torch.__version__, build, tuple(devices), nccl, "amd" if hip else "nvidia")
     except Exception as error:
         return Torch("", None, error=f"{type(error).__name__}: {error}")
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
+import core.transport.ray
 from core.errors import ConfigError, Refused
+from core.manifest import Plan
+from core.registry import Backend
 from manymesh.recipes import demo
+from manymesh.recipes.grpo import launch
 from manymesh.recipes.grpo.__main__ import main
 from manymesh.recipes.grpo.config import GrpoConfig
 from manymesh.recipes.grpo.launch import need_cluster
@@ -228,3 +234,84 @@ def test_prompts_that_do_not_fit_the_models_context_are_refused_before_the_start
     sampling = {**plain["sampling"], "max_new_tokens": 10_000}
     with pytest.raises(Refused, match="no room in the model's context"):
         GrpoTrainer(GrpoConfig.of({**plain, "sampling": sampling}))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("pool.env", {"CUDA_VISIBLE_DEVICES": "0"}, "sets CUDA_VISIBLE_DEVICES, which the group sets"),
+        ("rollout_pool", {"use_gpu": False, "env": {"RANK": "0"}}, "sets RANK, which the group sets"),
+        ("pool.start_timeout_s", 0, "illegal start_timeout_s"),
+        ("pool.call_timeout_s", -1, "illegal call_timeout_s"),
+        ("pool.shutdown_timeout_s", 0, "illegal shutdown_timeout_s"),
+        ("pool.gpus_per_process", 0, "illegal gpus_per_process"),
+    ],
+)
+def test_a_pools_variables_and_deadlines_are_checked_before_a_process_starts(
+    plain: dict[str, Any], path: str, value: Any, says: str
+) -> None:
+    with pytest.raises(Refused, match=says):
+        Placement(GrpoConfig.of(with_value(plain, path, value))).check()
+
+
+def test_a_pool_gives_each_process_as_many_gpus_as_its_backends_use(
+    plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = Backend.plan
+
+    def wide(self: Backend, options: Any, world_size: int, model: Any) -> Plan | None:
+        plan = planned(self, options, world_size, model)
+        return attrs.evolve(plan, gpus_per_process=4) if plan and self.kind == "rollout" else plan
+
+    def placement(**values: Any) -> Placement:
+        return Placement(GrpoConfig.of({**plain, **values}))
+
+    assert placement(pool={"processes": [2]}).gpus_per_process("actor") == 1
+    assert placement(pool={"processes": [2], "gpus_per_process": 2}).gpus_per_process("actor") == 2
+    monkeypatch.setattr(Backend, "plan", wide)
+    assert placement(pool={"processes": [2]}).gpus_per_process("actor") == 4  # the rollout lives there too
+    apart = placement(pool={"processes": [2]}, rollout_pool={"processes": [1]})
+    assert (apart.gpus_per_process("actor"), apart.gpus_per_process("rollout")) == (1, 4)
+    with pytest.raises(Refused, match="a process of the rollout uses 4 GPUs") as refusal:
+        placement(pool={"processes": [2]}, rollout_pool={"gpus_per_process": 2}).check()
+    assert refusal.value.where == "rollout_pool"
+    placement(pool={"processes": [2]}, rollout_pool={"gpus_per_process": 2, "use_gpu": False}).check()
+
+
+def test_pool_options_reach_the_group_and_its_processes(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+
+    class Pool(nullcontext[Any]):
+        cpus_per_process = 6.0
+
+        def __init__(self, processes: Any, **options: Any) -> None:
+            super().__init__(self)
+            told["pool"] = options
+
+    class Group:
+        def __init__(self, room: Any, worker: Any, **options: Any) -> None:
+            told["group"] = options
+
+        def shutdown(self, **options: Any) -> None:
+            told["shutdown"] = options
+
+    monkeypatch.setattr(core.transport.ray, "RayResourcePool", Pool)
+    monkeypatch.setattr(core.transport.ray, "RayWorkerGroup", Group)
+    monkeypatch.setattr(launch, "ray_cluster", lambda *pools: nullcontext())
+    monkeypatch.setattr(launch.Workers, "shared", lambda group: group)
+    options = {
+        "env": {"NCCL_DEBUG": "INFO"},
+        "all_devices_visible": True,
+        "gpus_per_process": 2,
+        "placement_timeout_s": 40,
+        "start_timeout_s": 900,
+        "call_timeout_s": 50,
+        "shutdown_timeout_s": 60,
+    }
+    with launch.worker_group(GrpoConfig.of({**plain, "pool": {"processes": [2], **options}})):
+        assert told["pool"]["gpus_per_process"] == 2
+        assert told["pool"]["placement_timeout_s"] == 40
+        assert told["group"]["env"] == {"OMP_NUM_THREADS": "6", "NCCL_DEBUG": "INFO"}
+        assert told["group"]["all_devices_visible"]
+        assert (told["group"]["start_timeout_s"], told["group"]["timeout_s"]) == (900, 50)
+    assert told["shutdown"] == {"timeout_s": 60}

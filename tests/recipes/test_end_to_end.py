@@ -15,6 +15,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from core.dispatch import register
 from core.errors import Refused
 from core.group import RayClassWithInitArgs
 from core.transport.local import LocalWorkerGroup
@@ -236,3 +237,32 @@ def test_the_command_joins_a_cluster_and_trains_on_two_workers_as_one_rank_does(
     assert ray.cluster_resources()["CPU"] == 6  # somebody else's cluster: still there
     for ours, theirs in zip(timeless(directory), timeless(unbroken), strict=False):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+
+
+class WritesInTheBackground(ActorRolloutRefWorker):
+    """Its last checkpoint gets its name when it is settled, or when the worker ends, which may be too late."""
+
+    waiting: str | None = None
+
+    @register()
+    def save_checkpoint(self, path: str, step: int = 0) -> None:
+        self.settle_checkpoint()
+        super().save_checkpoint(f"{path}.part", step)
+        self.waiting = path
+
+    @register()
+    def settle_checkpoint(self) -> None:
+        if self.waiting is not None:
+            os.rename(f"{self.waiting}.part", self.waiting)
+            self.waiting = None
+
+
+def test_the_last_checkpoint_is_whole_when_the_run_ends_though_an_engine_writes_in_the_background(
+    toy: Path, tmp_path: Path
+) -> None:
+    config = config_of(toy, tmp_path / "run", run={"dir": str(tmp_path / "run"), "steps": 1, "save_every": 2})
+    trainer = GrpoTrainer(config)
+    worker = RayClassWithInitArgs(WritesInTheBackground, Placement(config).worker())
+    with LocalWorkerGroup(worker) as group:
+        trainer.run(Workers.shared(group), Console(file=sys.stdout, width=200))
+        assert [step for step, _ in trainer.directory.checkpoints.complete()] == [1]

@@ -120,6 +120,29 @@ def test_every_gpu_is_listed() -> None:
 
 
 @pytest.mark.parametrize(
+    ("vendor", "seen", "environment", "level", "said"),
+    [
+        ("nvidia", 0, {}, None, ""),
+        ("nvidia", 8, {}, "ok", "all: a process can have 8 (gpus_per_process of its pool)"),
+        ("nvidia", 2, {"CUDA_VISIBLE_DEVICES": "4,5"}, "ok", "CUDA_VISIBLE_DEVICES=4,5: a process can have 2"),
+        ("nvidia", 2, {"CUDA_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "1"}, "ok", "can have 2"),
+        ("nvidia", 1, {"CUDA_VISIBLE_DEVICES": "4,5"}, "problem", "names 2 devices, and torch sees 1"),
+        ("amd", 1, {"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0"}, "ok", "can have 1"),
+        ("amd", 1, {"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}, "warning", "HIP_VISIBLE_DEVICES=0, CUDA"),
+    ],
+)
+def test_variables_that_show_some_of_the_gpus_are_told_with_how_many_a_process_can_have(
+    vendor: Any, seen: int, environment: dict[str, str], level: str | None, said: str
+) -> None:
+    torch = attrs.evolve(CUDA, devices=CUDA.devices[:1] * seen, vendor=vendor)
+    found = checks.visible_devices(torch, environment)
+    assert [finding.level for finding in found] == ([level] if level else [])
+    for finding in found:
+        assert said in finding.said
+        assert bool(finding.mend) is (finding.level != "ok")
+
+
+@pytest.mark.parametrize(
     ("total", "free", "level"),
     [
         (None, None, "ok"),

@@ -11,7 +11,7 @@ from typing import Any
 from core.dispatch import Dispatch, Execute, WeightedMean, on_mesh, register
 from core.errors import Refused
 from core.mesh import MeshLayout, RankMesh, Route
-from core.worker import Worker
+from core.worker import Worker, WorkerContext
 
 
 def mesh_of(rank: int, dp_ranks: Sequence[int], collected: Sequence[int]) -> RankMesh:
@@ -203,8 +203,13 @@ class Echo(Worker):
 
     @register()
     def place(self) -> dict[str, Any]:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "RAY_LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        return {name: os.environ.get(name) for name in names} | {"pid": os.getpid()}
+        names = [*WorkerContext().environment(), "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_DEBUG"]
+        given = self.context.accelerators
+        return {name: os.environ.get(name) for name in names} | {
+            "pid": os.getpid(),
+            "ids": given and given.ids,
+            "ordinals": given and given.ordinals,
+        }
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def sleep(self, seconds: float) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import attrs
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -23,10 +24,11 @@ from core._rows.wire import encode
 from core._run.host import WorkerHost, failed
 from core._run.observers import Observer
 from core._run.transport import Identity, Outcome
+from core.device import HIDING, Accelerators
 from core.errors import DeadlineExceeded, Refused
 from core.group import RayClassWithInitArgs
 from core.transport.ray.backends import Parcel, packed, unpack
-from core.transport.ray.order import local_ranks, rank_order
+from core.transport.ray.order import by_number, local_ranks, rank_order
 from core.transport.ray.pickles import Pickled, checked, pickled, unpickled
 from core.transport.ray.pool import RayResourcePool, need_ray
 from core.transport.ray.tickets import RayTicket, sent
@@ -42,6 +44,9 @@ class RayHost(WorkerHost):
         super().__init__()
         self._next = 0
         self._turns: dict[int, asyncio.Future[None]] = {}
+        self._given = assigned(ray.get_runtime_context().get_accelerator_ids())
+        if not self._given:  # Ray leaves such a process with all of the node's accelerators in sight
+            os.environ.update(HIDING)
 
     def store(self, value: Any) -> Any:
         return ray.put(value)
@@ -74,6 +79,12 @@ class RayHost(WorkerHost):
     ) -> Any:
         cls, args, kwargs, backends = build
         unpack(backends)
+        if self._given:
+            try:
+                accelerators = Accelerators.given_here(self._given)
+            except Refused as error:
+                return sent(failed(error))
+            context = attrs.evolve(context, accelerators=accelerators)
         return sent(self.construct(cls, args, kwargs, context, observers, set_env=True))
 
     def route_of(self, mesh: str) -> Any:
@@ -87,15 +98,22 @@ class RayHost(WorkerHost):
 
     def identify(self) -> Identity:
         context = ray.get_runtime_context()
-        gpus = ray.get_gpu_ids() if context.get_assigned_resources().get("GPU") else []
         logs = []
         for descriptor in (1, 2):  # Ray has pointed them at this process's log files
             with suppress(OSError):
                 logs.append(os.readlink(f"/proc/self/fd/{descriptor}"))
         files = tuple(dict.fromkeys(log for log in logs if os.path.isfile(log)))
-        return Identity(
-            context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), tuple(map(str, gpus)), files
-        )
+        return Identity(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), self._given, files)
+
+
+def assigned(by_resource: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The accelerators that Ray has given this process, in the order of their numbers.
+
+    Args:
+        by_resource: ids by Ray's name of the resource.
+    """
+    ids = by_resource.get("GPU") or by_resource.get("NPU") or ()
+    return tuple(sorted(ids, key=by_number))
 
 
 def has_coroutines(methods: Mapping[str, Callable[..., Any]]) -> bool:
@@ -171,7 +189,7 @@ class RayTransport:
                 self._actors.append(
                     actor_class.options(
                         num_cpus=pool.cpus_per_process,
-                        num_gpus=pool.gpus_per_process,
+                        num_gpus=pool.num_gpus,
                         max_restarts=0,
                         runtime_env=environment or None,
                         scheduling_strategy=PlacementGroupSchedulingStrategy(

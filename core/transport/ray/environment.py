@@ -1,4 +1,5 @@
-"""Workers in an environment of their own: its interpreter is looked at before Ray is asked to start it."""
+"""Workers in an environment of their own: its interpreter is looked at before Ray is asked to start it, and so are
+the variables that a user gives it."""
 
 from __future__ import annotations
 
@@ -7,8 +8,11 @@ import inspect
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 
+from core.device import HIDING
 from core.errors import Refused
+from core.worker import WorkerContext
 
 # How many parts of each version must be the same on both sides: of Python two, for bytecode; of numpy one, whose arrays
 # cross; of the others all: Ray's processes speak a language of their version, and manymesh's classes cross.
@@ -70,3 +74,24 @@ def _versions(names: list[str]) -> dict[str, str | None]:
 
 def _start(version: str | None, parts: int) -> str | None:
     return version and ".".join(version.split(".")[:parts])
+
+
+# By these Ray leaves a process's variables alone, so that it sees all accelerators of its node.
+LEAVE_VISIBLE = {f"RAY_EXPERIMENTAL_NOSET_{name}": "1" for name in (*HIDING, "ROCR_VISIBLE_DEVICES")}
+PROTECTED = frozenset({*WorkerContext().environment(), *HIDING, "ROCR_VISIBLE_DEVICES", *LEAVE_VISIBLE})
+
+
+def checked_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables that a user may give to workers' processes.
+
+    Raises:
+        Refused: some are the group's own, which say each process its place and its devices.
+    """
+    if wrong := sorted(PROTECTED & env.keys()):
+        raise Refused(
+            f"the environment of workers sets {', '.join(wrong)}, which the group sets",
+            have={name: env[name] for name in wrong},
+            want=f"variables other than {', '.join(sorted(PROTECTED))}",
+            mend="leave them out; all_devices_visible=True shows each process all of its node's accelerators",
+        )
+    return dict(env)

@@ -35,4 +35,9 @@ def _node(place: Identity) -> tuple[int, int, str, str]:
 
 
 def _gpu(place: Identity) -> tuple[tuple[int, str], ...]:
-    return tuple((int(gpu), "") if gpu.isdigit() else (0, gpu) for gpu in place.gpu_ids)
+    return tuple(map(by_number, place.gpu_ids))
+
+
+def by_number(accelerator: str) -> tuple[int, str]:
+    """Sorts ids of accelerators: numbers as such, others by text."""
+    return (int(accelerator), "") if accelerator.isdigit() else (0, accelerator)

@@ -24,9 +24,11 @@ class RayResourcePool:
 
     Args:
         process_on_nodes: number of processes on each node, e.g. [8, 8].
-        use_gpu: give each process a GPU. None: where the cluster has GPUs.
+        use_gpu: give each process GPUs. None: where the cluster has GPUs.
+        gpus_per_process: how many, all on its node.
         max_colocate_count: how many groups share a GPU; each of their processes gets 1/max_colocate_count of it.
-        cpus_per_process: CPUs that Ray sets aside for a process of one group.
+        cpus_per_process: CPUs that Ray sets aside for a process of one group. None: 1, and with GPUs half of their
+            share of a node's CPUs, from 1 to 8: what loads and converts a model needs threads.
         name: for errors.
         placement_timeout_s: how long to wait for room that other pools hold.
     """
@@ -36,8 +38,9 @@ class RayResourcePool:
         process_on_nodes: Sequence[int],
         *,
         use_gpu: bool | None = None,
+        gpus_per_process: int = 1,
         max_colocate_count: int = 1,
-        cpus_per_process: float = 1,
+        cpus_per_process: float | None = None,
         name: str = "pool",
         placement_timeout_s: float = 30.0,
     ) -> None:
@@ -47,9 +50,17 @@ class RayResourcePool:
                 have=f"process_on_nodes {list(process_on_nodes)}, max_colocate_count {max_colocate_count}",
                 where=f"pool {name!r}",
             )
+        if gpus_per_process < 1 or (gpus_per_process > 1 < max_colocate_count):
+            raise Refused(
+                "a process has whole GPUs, or a share of one",
+                have=f"gpus_per_process {gpus_per_process}, max_colocate_count {max_colocate_count}",
+                want="gpus_per_process at least 1; above 1 with max_colocate_count 1",
+                where=f"pool {name!r}",
+                mend="use a pool for each group: Ray cannot let two processes share the same several GPUs",
+            )
         self.process_on_nodes, self.name = tuple(process_on_nodes), name
         self.use_gpu, self.max_colocate_count = use_gpu, max_colocate_count
-        self.cpus_per_process, self._timeout_s = cpus_per_process, placement_timeout_s
+        self.gpus_per_process, self._cpus, self._timeout_s = gpus_per_process, cpus_per_process, placement_timeout_s
         self._groups: list[PlacementGroup] | None = None
         self._tenants: WeakSet[Any] = WeakSet()
 
@@ -59,8 +70,17 @@ class RayResourcePool:
         return sum(self.process_on_nodes)
 
     @property
-    def gpus_per_process(self) -> float:
-        return 1 / self.max_colocate_count if self._with_gpu() else 0
+    def num_gpus(self) -> float:
+        """What Ray gives a process of one group."""
+        return self.gpus_per_process / self.max_colocate_count if self._with_gpu() else 0
+
+    @property
+    def cpus_per_process(self) -> float:
+        if self._cpus is None:
+            need_ray()
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            self._cpus = cpus_beside(self.num_gpus, nodes)
+        return self._cpus
 
     def placement_groups(self) -> list[PlacementGroup]:
         """One placement group a node, placed.
@@ -127,14 +147,14 @@ class RayResourcePool:
 
     def _bundle(self) -> dict[str, float]:
         bundle = {"CPU": self.cpus_per_process * self.max_colocate_count}
-        return bundle | {"GPU": 1.0} if self._with_gpu() else bundle
+        return bundle | {"GPU": float(self.gpus_per_process)} if self._with_gpu() else bundle
 
     def _needs(self) -> str:
         return ", ".join(f"{key} {value * self.world_size:g}" for key, value in self._bundle().items())
 
     def _check_fits(self, nodes: Sequence[Mapping[str, float]]) -> None:
         where = f"pool {self.name!r}, processes by node {list(self.process_on_nodes)}"
-        mend = "make the pool smaller, lower max_colocate_count or cpus_per_process, or add nodes"
+        mend = "make the pool smaller, lower max_colocate_count, cpus_per_process or gpus_per_process, or add nodes"
         if self.use_gpu and not any(node.get("GPU") for node in nodes):
             mend = "set use_gpu=False, or connect to a cluster with GPUs"
         for key, value in self._bundle().items():
@@ -161,6 +181,13 @@ class RayResourcePool:
                 )
             for key, value in want.items():
                 host[key] -= value
+
+
+def cpus_beside(num_gpus: float, nodes: Sequence[Mapping[str, float]]) -> float:
+    """CPUs for a process with so many GPUs: half of their share of the node that has the fewest, from 1 to 8; 1 for a
+    process without GPUs. Half, so that there is room for what has no GPU."""
+    shares = [node.get("CPU", 0) / node["GPU"] * num_gpus for node in nodes if node.get("GPU")]
+    return min(8, max(1, min(shares) // 2)) if shares and num_gpus else 1
 
 
 @attrs.define

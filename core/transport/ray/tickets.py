@@ -15,7 +15,8 @@ from core.errors import BadAnswer
 
 # After the first failure: time for the root cause to arrive, where a peer's error was faster.
 SETTLE_S = 0.4
-# After the first refusal: the others must find the same without waiting for anybody.
+# After a refusal: the others must find the same without waiting for anybody. They get as long again as it has taken so
+# far, and this at least: ranks that read a slow disk refuse one after another.
 REFUSAL_GRACE_S = 10.0
 
 
@@ -54,9 +55,10 @@ class RayTicket:
         with suppress(Exception):  # of whatever kind: below it is looked at rank by rank
             values = ray.get(list(self._references.values()), timeout=timeout_s)
             return {rank: Answered(value) for rank, value in zip(self._references, values, strict=True)}
-        return self._gather_each(began + timeout_s)
+        return self._gather_each(began, timeout_s)
 
-    def _gather_each(self, deadline: float) -> dict[int, Outcome]:
+    def _gather_each(self, began: float, timeout_s: float) -> dict[int, Outcome]:
+        limit = deadline = began + timeout_s
         rank_of = {reference: rank for rank, reference in self._references.items()}
         waiting = list(rank_of)
         outcomes: dict[int, Outcome] = {}
@@ -69,10 +71,12 @@ class RayTicket:
                 ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
             for reference in ready:
                 outcome = outcomes[rank_of[reference]] = _outcome(reference, self._running)
+                now = time.monotonic()
                 if isinstance(outcome, RefusedIt):
-                    deadline = min(deadline, time.monotonic() + REFUSAL_GRACE_S)
+                    deadline = min(limit, now + max(REFUSAL_GRACE_S, now - began))
                 elif not isinstance(outcome, Answered | BadlyAnswered):
-                    deadline = min(deadline, time.monotonic() + SETTLE_S)
+                    limit = min(limit, now + SETTLE_S)
+                    deadline = min(deadline, limit)
             waiting = [reference for reference in waiting if rank_of[reference] not in outcomes]
         return outcomes
 

@@ -28,9 +28,25 @@ class PoolConfig:
     """The workers' processes."""
 
     processes: tuple[int, ...] = (1,)  # by node
-    use_gpu: bool | None = None  # a GPU for each process; null: where the cluster has GPUs
-    cpus_per_process: float = 1  # that Ray sets aside, and torch's threads
+    use_gpu: bool | None = None  # GPUs for each process; null: where the cluster has GPUs
+    gpus_per_process: int | None = None  # null: as many as the backends use, mostly 1
+    all_devices_visible: bool = False  # each process sees all GPUs of its node, and uses its own
+    cpus_per_process: float | None = None  # that Ray sets aside, and torch's threads; null: 1, beside GPUs up to 8
     python: str | None = None  # interpreter of an environment of their own; null: the driver's
+    env: Mapping[str, str] = attrs.field(factory=dict)  # environment variables, such as NCCL_DEBUG or HF_HOME
+    placement_timeout_s: float = 30.0  # until other pools have given back the room
+    start_timeout_s: float = 300.0  # until the processes are there
+    call_timeout_s: float = 7200.0  # of each call, such as a step's update or loading the model
+    shutdown_timeout_s: float = 20.0  # until the workers have freed what they hold
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("placement_timeout_s", "start_timeout_s", "call_timeout_s", "shutdown_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"illegal {name}", have=getattr(self, name), want="seconds, above 0")
+        if self.gpus_per_process is not None and self.gpus_per_process < 1:
+            raise ConfigError(
+                "illegal gpus_per_process", have=self.gpus_per_process, want="at least 1, or use_gpu=false"
+            )
 
     @property
     def world_size(self) -> int:

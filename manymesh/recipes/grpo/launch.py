@@ -36,8 +36,12 @@ def ray_cluster(*pools: PoolConfig) -> Iterator[None]:
         need_cluster(address)
         ray.init(address=address, **quiet)
     else:
-        cpus = math.ceil(sum(pool.world_size * pool.cpus_per_process for pool in pools))
-        ray.init(num_cpus=max(cpus, 1), include_dashboard=False, **quiet)
+        import torch
+
+        cpus = math.ceil(sum(pool.world_size * (pool.cpus_per_process or 1) for pool in pools))
+        # Beside GPUs processes get more CPUs than one, out of all that the machine has.
+        most = (os.cpu_count() or 1) if torch.cuda.device_count() else 1
+        ray.init(num_cpus=max(cpus, most), include_dashboard=False, **quiet)
     try:
         yield
     finally:
@@ -83,29 +87,45 @@ def worker_group(config: GrpoConfig) -> Iterator[Workers]:
         others = [config.rollout_pool] if config.rollout_pool else []
         stack.enter_context(ray_cluster(config.pool, *others))
         worker = RayClassWithInitArgs(ActorRolloutRefWorker, placement.worker())
-        trainers = stack.enter_context(_group(worker, config.pool, "actor_rollout_ref", placement.python("actor")))
+        gpus = placement.gpus_per_process("actor")
+        trainers = stack.enter_context(_group(worker, config.pool, "actor_rollout_ref", gpus))
         if config.rollout_pool is None:
             yield Workers.shared(trainers)
             return
         sampler = RayClassWithInitArgs(RolloutWorker, placement.rollout_worker())
-        rollouts = stack.enter_context(_group(sampler, config.rollout_pool, "rollout", placement.python("rollout")))
+        gpus = placement.gpus_per_process("rollout")
+        rollouts = stack.enter_context(_group(sampler, config.rollout_pool, "rollout", gpus))
         sync = WeightSync(trainers, [rollouts], **attrs.asdict(config.transfer, recurse=False))
         stack.callback(sync.close)
         yield Workers(trainers, rollouts, sync)
 
 
 @contextmanager
-def _group(worker: RayClassWithInitArgs, pool: PoolConfig, name: str, python: str | None) -> Iterator[WorkerGroup]:
+def _group(worker: RayClassWithInitArgs, pool: PoolConfig, name: str, gpus_per_process: int) -> Iterator[WorkerGroup]:
     from core.transport.ray import RayResourcePool, RayWorkerGroup
 
-    threads = {"OMP_NUM_THREADS": str(max(1, int(pool.cpus_per_process)))}
     with RayResourcePool(
-        pool.processes, use_gpu=pool.use_gpu, cpus_per_process=pool.cpus_per_process, name=name
+        pool.processes,
+        use_gpu=pool.use_gpu,
+        gpus_per_process=gpus_per_process,
+        cpus_per_process=pool.cpus_per_process,
+        name=name,
+        placement_timeout_s=pool.placement_timeout_s,
     ) as room:
-        group = RayWorkerGroup(room, worker, name=name, env=threads, python=python)
+        threads = {"OMP_NUM_THREADS": str(max(1, int(room.cpus_per_process)))}
+        group = RayWorkerGroup(
+            room,
+            worker,
+            name=name,
+            env=threads | dict(pool.env),
+            all_devices_visible=pool.all_devices_visible,
+            python=pool.python,
+            timeout_s=pool.call_timeout_s,
+            start_timeout_s=pool.start_timeout_s,
+        )
         try:
             yield group
         except BaseException:
-            group.shutdown(timeout_s=0.5)  # they may be in the midst of a long call
+            group.shutdown(timeout_s=0.5, report=False)  # they may be in the midst of a long call
             raise
-        group.shutdown()
+        group.shutdown(timeout_s=pool.shutdown_timeout_s)

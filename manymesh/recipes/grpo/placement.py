@@ -10,7 +10,7 @@ import attrs
 
 from core.errors import ConfigError
 from core.loss import LossSpec
-from core.manifest import Kind
+from core.manifest import Kind, Plan
 from core.model_facts import ModelFacts
 from core.registry import Backend, EngineRegistry
 from manymesh.pins import check_together
@@ -51,24 +51,52 @@ class Placement:
         """The interpreter of the workers that hold a part, "actor" or "rollout"; None for the driver's."""
         return self._pool(part).python
 
+    def gpus_per_process(self, part: str) -> int:
+        """GPUs of a process of the pool that holds a part, where it has any: as the config says, or as many as the
+        backends in it use.
+
+        Raises:
+            Refused: the config says fewer.
+        """
+        worker, pool = self.worker(), self._pool(part)
+        workers = {"actor": worker.actor, "ref": worker.ref, "rollout": self.rollout_worker()}
+        plans = {name: self._plan(name, each) for name, each in workers.items() if self._pool(name) is pool}
+        used = {name: plan.gpus_per_process for name, plan in plans.items() if plan}
+        most = max(used, key=used.__getitem__, default=part)
+        needed = used.get(most, 1)
+        if pool.gpus_per_process is not None and pool.gpus_per_process < needed and pool.use_gpu is not False:
+            raise ConfigError(
+                f"a process of the {most} uses {needed} GPUs",
+                have=f"gpus_per_process {pool.gpus_per_process}",
+                want=f"gpus_per_process {needed}, or null",
+                where="pool" if pool is self.config.pool else "rollout_pool",
+            )
+        return pool.gpus_per_process or needed
+
     def check(self) -> None:
         """Everything about models, backends and sizes that can be refused before a process is started.
 
         Raises:
             Refused: no model directory; a backend or transfer that is not there or refuses its options, the number
-                of processes or the model; two that cannot share an environment; one that workers cannot run in; or a
-                number of prompts that doesn't divide.
+                of processes or the model; two that cannot share an environment; one that workers cannot run in, or
+                variables that are not the user's; fewer GPUs than a process uses; or a number of prompts that doesn't
+                divide.
         """
         config, worker = self.config, self.worker()
-        for python in {self.python("actor"), self.python("rollout")} - {None}:
-            from core.transport.ray.environment import checked_python
+        for pool in filter(None, (config.pool, config.rollout_pool)):
+            if pool.python is not None or pool.env:
+                from core.transport.ray.environment import checked_python, checked_variables
 
-            checked_python(str(python))
+                checked_variables(pool.env)
+                if pool.python is not None:
+                    checked_python(pool.python)
         if self.python("actor") == self.python("rollout"):
             engines = [_backend(engine.backend, "engine") for engine in (worker.actor, worker.ref) if engine]
             check_together([*engines, _backend(config.rollout.backend, "rollout")])
         if config.rollout_pool is not None:
             config.transfer.check()
+        for part in ("actor", "rollout"):
+            self.gpus_per_process(part)
         self._check_divides(worker)
 
     def _check_divides(self, worker: ActorRolloutRefConfig) -> None:
@@ -91,13 +119,16 @@ class Placement:
 
     def _dp_size(self, part: str, worker: TrainingWorkerConfig | RolloutWorkerConfig | None) -> int:
         """Number of shards that a part cuts its rows into; 1 where its backend plans nothing."""
+        plan = self._plan(part, worker)
+        return plan.route.dp_size if plan else 1
+
+    def _plan(self, part: str, worker: TrainingWorkerConfig | RolloutWorkerConfig | None) -> Plan | None:
         if worker is None:
-            return 1
+            return None
         model = ModelFacts.read(worker.engine["model"])
         kind: Kind = "rollout" if part == "rollout" else "engine"
         backend = _backend(worker.backend, kind, elsewhere=self.elsewhere or self.python(part) is not None)
-        plan = backend.plan(worker.engine, self._pool(part).world_size, model)
-        return plan.route.dp_size if plan else 1
+        return backend.plan(worker.engine, self._pool(part).world_size, model)
 
     def _pool(self, part: str) -> PoolConfig:
         return self.config.rollout_pool if part == "rollout" and self.config.rollout_pool else self.config.pool

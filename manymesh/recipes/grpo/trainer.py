@@ -107,6 +107,8 @@ class GrpoTrainer:
                         _attempt(progress, tracker.draw)
             if run.save_every and last_save != step:
                 directory.checkpoints.save(step, partial(workers.trainers.save_checkpoint, step=step))
+            if run.save_every:
+                workers.trainers.settle_checkpoint()  # while there is time: at shutdown there is little
             if run.export:
                 progress.note(f"writing the model to {directory.path / 'model'}")
                 workers.trainers.export_model(str(directory.path / "model"))

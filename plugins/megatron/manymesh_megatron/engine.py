@@ -268,6 +268,10 @@ class MegatronEngine(OffloadEngineBase[MegatronState]):
                 self.optimizer_zero_grad()
         return have.step
 
+    def settle_checkpoint(self) -> None:
+        """Collective. Wait for a checkpoint that is written in the background; see Checkpoints.settle."""
+        self._checkpoints.settle()
+
     @contextmanager
     def _all_there(self) -> Iterator[MegatronState]:
         """Parameters, whole, and optimizer state on the device; what was away is sent away again."""

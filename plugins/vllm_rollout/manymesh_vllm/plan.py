@@ -38,14 +38,16 @@ def plan(config: VllmRolloutConfig, world_size: int, model: ModelFacts | None) -
 
 
 def server_plan(config: VllmRolloutConfig, world_size: int, model: ModelFacts | None) -> Plan:
-    """Replicas that each have an engine of their own: one a rank, whose processes beside it hold the model together.
+    """Replicas that each have an engine of their own: one a rank, whose processes beside it hold the model together,
+    with a GPU each.
 
     Raises:
         Refused: tensor_parallel doesn't divide the model's heads.
     """
     if not _can_shard(model, config.tensor_parallel):
         plan(config, config.tensor_parallel, model)  # says which sizes do
-    return plan(attrs.evolve(config, tensor_parallel=1), world_size, model)
+    whole = plan(attrs.evolve(config, tensor_parallel=1), world_size, model)
+    return attrs.evolve(whole, gpus_per_process=config.tensor_parallel)
 
 
 def _can_shard(model: ModelFacts | None, tp: int) -> bool:

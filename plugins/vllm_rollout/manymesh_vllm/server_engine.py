@@ -282,7 +282,7 @@ def _check_devices(tensor_parallel: int, device: torch.device) -> None:
             "a replica's processes have a GPU each, and are on the node of its rank",
             have=f"{torch.cuda.device_count()} GPUs that this process sees",
             want=f"tensor_parallel {tensor_parallel} of them",
-            mend="use the rollout 'vllm', which cuts a model over ranks",
+            mend="give its pool as many gpus_per_process, or use the rollout 'vllm', which cuts a model over ranks",
         )
 
 

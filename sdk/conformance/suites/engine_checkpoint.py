@@ -52,6 +52,8 @@ def save_and_go_on(rank: int, world_size: int, subject: Subject, model: str, los
         engine.save_checkpoint(path, step=2)
         saved, random_number = weights(engine), torch.rand(1).item()
         rates = [step(engine, batch, loss)[2] for batch in BATCHES[2:]]
+        engine.settle_checkpoint()
+        assert Path(path).exists()
         return Run(2, saved, weights(engine), rates, random_number)
 
 

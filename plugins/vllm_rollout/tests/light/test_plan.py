@@ -104,3 +104,8 @@ def test_options_that_cannot_be_are_refused(options: dict[str, object], message:
 def test_further_arguments_of_vllm_pass() -> None:
     config = structure(VllmRolloutConfig, {"model": "x", "vllm": {"quantization": "fp8"}})
     assert config.vllm == {"quantization": "fp8"}
+
+
+def test_a_replica_that_serves_says_how_many_gpus_its_process_uses() -> None:
+    assert server_plan(VllmRolloutConfig("x", tensor_parallel=4), 2, facts(8, 8)).gpus_per_process == 4
+    assert plan(VllmRolloutConfig("x", tensor_parallel=2), 2, facts(8, 8)).gpus_per_process == 1
