@@ -121,7 +121,7 @@ def test_the_next_save_load_or_shutdown_waits_for_a_checkpoint(on, qwen3, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "occasion", ["step", *(pytest.param(name, marks=pytest.mark.ci) for name in ("save", "load", "shutdown"))]
+    "occasion", ["step", *(pytest.param(name, marks=pytest.mark.ci) for name in ("save", "load", "settle", "shutdown"))]
 )
 def test_what_went_wrong_in_the_background_is_refused_on_all_ranks_at_the_next_occasion(
     on, qwen3, tmp_path, occasion
@@ -140,6 +140,7 @@ def test_what_went_wrong_in_the_background_is_refused_on_all_ranks_at_the_next_o
                 "step": lambda: step(engine, BATCHES[1]),
                 "save": lambda: engine.save_checkpoint(str(tmp_path / "b"), step=3),
                 "load": lambda: engine.load_checkpoint(older),
+                "settle": engine.settle_checkpoint,
                 "shutdown": engine.shutdown,
             }
             with pytest.raises(Refused) as refusal:
