@@ -86,6 +86,24 @@ class Accelerators:
         return cls.given(ids, vendor, os.environ, torch.cuda.device_count())
 
 
+def local_variables(local_rank: int, local_world_size: int, given: Accelerators | None) -> dict[str, str]:
+    """The environment variables that say a rank its place on its node, and its device.
+
+    Libraries take LOCAL_RANK for the ordinal of the process's device, so it is that, and LOCAL_WORLD_SIZE is the number
+    of devices that it counts in. The place is in RAY_LOCAL_RANK. On CPU they are the same.
+
+    Args:
+        local_rank, local_world_size: the place among the group's ranks on the node, and their number.
+        given: None on CPU.
+    """
+    return {
+        "LOCAL_RANK": str(given.ordinals[0] if given else local_rank),
+        "LOCAL_WORLD_SIZE": str(given.num_visible if given else local_world_size),
+        "RAY_LOCAL_RANK": str(local_rank),
+        "RAY_LOCAL_WORLD_SIZE": str(local_world_size),
+    }
+
+
 def visible(vendor: Vendor, environment: Mapping[str, str]) -> tuple[str, ...] | None:
     """The accelerators that variables show a process, in the order of their ordinals; None where no variable is set.
 

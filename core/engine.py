@@ -121,7 +121,6 @@ class CheckpointEngine(Protocol):
     def settle_checkpoint(self) -> None:
         """Collective. Wait until all that was saved is whole, under its name: of engines that write in the background.
         Refused on all ranks where it could not be written."""
-        ...
 
 
 @runtime_checkable

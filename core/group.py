@@ -21,7 +21,7 @@ from core._run.build import RayClassWithInitArgs as RayClassWithInitArgs
 from core._run.build import W as W
 from core._run.colocate import ColocatedWorker as ColocatedWorker
 from core._run.colocate import create_colocated_worker_cls as create_colocated_worker_cls
-from core._run.failure import explain
+from core._run.failure import explain, explain_end
 from core._run.future import Future as Future
 from core._run.method import GroupMethod
 from core._run.observers import MethodRun as MethodRun
@@ -163,12 +163,9 @@ class WorkerGroup(Generic[W]):
         """
         try:
             if not self._life.closed and self._life.failure is None:
-                ticket = self._transport.shutdown()
-                outcomes = ticket.gather(timeout_s)
-                late = sorted(ticket.ranks - outcomes.keys())
-                if report and (late or not all(isinstance(each, Answered) for each in outcomes.values())):
-                    error = explained(outcomes, late, self.name, self._transport, "shutdown", None, timeout_s)
-                    logging.getLogger("manymesh").warning("%s", error)
+                problem = explain_end(self._transport.shutdown(), self.name, self._transport, timeout_s)
+                if problem is not None and report:
+                    logging.getLogger("manymesh").warning("%s", problem)
         finally:
             self._life.closed = True
             self._transport.end()

@@ -11,7 +11,7 @@ from typing import Any, Self
 import attrs
 
 from core._rows.shards import Shard as Shard
-from core.device import Accelerators
+from core.device import Accelerators, connect_store, join_world, local_variables
 from core.errors import Refused, did_you_mean
 from core.mesh import Mesh
 
@@ -38,21 +38,13 @@ class WorkerContext:
     accelerators: Accelerators | None = None
 
     def environment(self) -> dict[str, str]:
-        """The variables that torch and the libraries built on it read.
-
-        LOCAL_RANK is what libraries take for the ordinal of the process's device, so it is that, and LOCAL_WORLD_SIZE
-        the number of devices it counts in. The place on the node is in RAY_LOCAL_RANK. On CPU they are the same.
-        """
-        given = self.accelerators
+        """The variables that torch and the libraries built on it read."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(given.ordinals[0] if given else self.local_rank),
-            "LOCAL_WORLD_SIZE": str(given.num_visible if given else self.local_world_size),
-            "RAY_LOCAL_RANK": str(self.local_rank),
-            "RAY_LOCAL_WORLD_SIZE": str(self.local_world_size),
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
+            **local_variables(self.local_rank, self.local_world_size, self.accelerators),
         }
 
 
@@ -140,8 +132,6 @@ class Worker:
             timeout_s: deadline of every collective.
         """
         import torch.distributed as dist
-
-        from core.device import connect_store, join_world
 
         place = self.context
         if dist.is_initialized():

@@ -6,7 +6,7 @@ import pickle
 from contextlib import suppress
 from typing import Any
 
-from core._run.transport import Answered, BadlyAnswered, Died, Outcome, Raised, RefusedIt, Transport
+from core._run.transport import Answered, BadlyAnswered, Died, Outcome, Raised, RefusedIt, Ticket, Transport
 from core.errors import DeadlineExceeded, ManymeshError, WorkerFailed
 
 
@@ -64,6 +64,15 @@ def explain(
     )
     error.__cause__ = cause
     return error
+
+
+def explain_end(ticket: Ticket, group: str, transport: Transport, timeout_s: float) -> ManymeshError | None:
+    """Wait for the workers' own shutdown; the error of it, or None where all have answered."""
+    outcomes = ticket.gather(timeout_s)
+    late = sorted(ticket.ranks - outcomes.keys())
+    if not late and all(isinstance(each, Answered) for each in outcomes.values()):
+        return None
+    return explain(outcomes, late, group, transport, "shutdown", None, timeout_s)
 
 
 def _blame(transport: Transport, rank: int, outcome: Outcome) -> tuple[int, float]:

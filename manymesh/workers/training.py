@@ -192,7 +192,7 @@ class TrainingWorker(Worker):
     def settle_checkpoint(self) -> None:
         """Wait until the checkpoints that were saved are whole, under their names: engines may write in the background.
         Refused on all ranks where one could not be written."""
-        self._offered(Capability.CHECKPOINT).settle_checkpoint()
+        self._require(Capability.CHECKPOINT).settle_checkpoint()
 
     @register()
     def export_model(self, path: str) -> None:

@@ -23,6 +23,7 @@ from manymesh.recipes.grpo.launch import need_cluster
 from manymesh.recipes.grpo.placement import Placement
 from manymesh.recipes.grpo.run_directory import changed
 from manymesh.recipes.grpo.trainer import GrpoTrainer
+from manymesh.recipes.grpo.workers import Workers
 from manymesh.recipes.yaml_config import laid_over
 from manymesh.workers import Role
 
@@ -298,7 +299,7 @@ def test_pool_options_reach_the_group_and_its_processes(plain: dict[str, Any], m
     monkeypatch.setattr(core.transport.ray, "RayResourcePool", Pool)
     monkeypatch.setattr(core.transport.ray, "RayWorkerGroup", Group)
     monkeypatch.setattr(launch, "ray_cluster", lambda *pools: nullcontext())
-    monkeypatch.setattr(launch.Workers, "shared", lambda group: group)
+    monkeypatch.setattr(Workers, "shared", lambda group: group)
     options = {
         "env": {"NCCL_DEBUG": "INFO"},
         "all_devices_visible": True,

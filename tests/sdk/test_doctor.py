@@ -138,7 +138,7 @@ def test_variables_that_show_some_of_the_gpus_are_told_with_how_many_a_process_c
     found = checks.visible_devices(torch, environment)
     assert [finding.level for finding in found] == ([level] if level else [])
     for finding in found:
-        assert said in finding.said
+        assert said in finding.detail
         assert bool(finding.mend) is (finding.level != "ok")
 
 

@@ -270,7 +270,7 @@ class MegatronEngine(OffloadEngineBase[MegatronState]):
 
     def settle_checkpoint(self) -> None:
         """Collective. Wait for a checkpoint that is written in the background; see Checkpoints.settle."""
-        self._checkpoints.settle()
+        self._checkpointer.settle()
 
     @contextmanager
     def _all_there(self) -> Iterator[MegatronState]:
