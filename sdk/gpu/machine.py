@@ -6,13 +6,15 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from core.device import choose_device
+from core.errors import Refused
+from manymesh.parts.environment import environment_of
 from sdk.doctor.look import look
 from sdk.gpu.step import StepRun, one_line
 from sdk.gpu.tools import GIB, lone_world
@@ -24,7 +26,7 @@ PREFIXES = ("CUDA_", "NVIDIA_", "NCCL_", "HIP_", "RAY_", "PYTORCH_", "TORCH_", "
 def inventory(run: StepRun) -> None:
     """What is there. A problem that the doctor finds in torch or its devices fails; others are told."""
     for finding in look():
-        if finding.level == "problem" and finding.check.startswith(("torch", "GPU", "python")):
+        if finding.level == "problem" and finding.check.startswith(("torch", "GPU", "visible devices", "python")):
             run.check(finding.check, False, f"{finding.detail}; {finding.mend}")
         elif finding.level != "ok":
             run.absent(finding.check, f"{finding.level}: {finding.detail}")
@@ -48,14 +50,16 @@ def inventory(run: StepRun) -> None:
 
 def device_and_world(run: StepRun) -> None:
     """The rank's device, a world of one, and a process without a GPU."""
-    with run.part("the place on the node is not the number of a device"):
-        os.environ["LOCAL_RANK"] = "3"
-        try:
+    with run.part("LOCAL_RANK is the ordinal of the rank's device"):
+        count = torch.cuda.device_count() if run.on_cuda else 0
+        number, want = (count - 1, count - 1) if count > 1 else (3, 0 if count else None)
+        with environment_of({"LOCAL_RANK": str(number)}):
             have = choose_device(run.device)
-        finally:
-            del os.environ["LOCAL_RANK"]
-        there = have.index is None or have.index < torch.cuda.device_count()
-        run.check("a rank whose number is 3 has a device that there is", there, f"have {have}")
+        run.check(f"LOCAL_RANK {number} of {count} devices", have.index == want, f"have {have}, want {want}")
+        if count > 1:
+            with environment_of({"LOCAL_RANK": str(count)}):
+                refused = _is_refused(lambda: choose_device(run.device))
+            run.check("a rank without a device is refused", refused)
     with run.part("a world of one"):
         device = choose_device(run.device)
         lone_world()
@@ -77,6 +81,14 @@ def device_and_world(run: StepRun) -> None:
         code = "from core.device import choose_device; print(choose_device())"
         have_text = _python(code, {"CUDA_VISIBLE_DEVICES": ""})
         run.check("CUDA_VISIBLE_DEVICES empty gives cpu", have_text == "cpu", f"have {have_text!r}")
+
+
+def _is_refused(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except Refused:
+        return True
+    return False
 
 
 def _python(code: str, variables: Mapping[str, str]) -> str:
