@@ -145,6 +145,9 @@ def test_workers_know_their_place_and_form_one_world(pool: RayResourcePool) -> N
         places = group.place()
         assert [place["RANK"] for place in places] == ["0", "1", "2"]
         assert [place["LOCAL_RANK"] for place in places] == ["0", "1", "2"]
+        assert [place["RAY_LOCAL_RANK"] for place in places] == ["0", "1", "2"]
+        # Given no GPU, they see none, whatever the machine has.
+        assert [(place["CUDA_VISIBLE_DEVICES"], place["ids"]) for place in places] == [("", None)] * 3
         assert {place["RAY_LOCAL_WORLD_SIZE"] for place in places} == {place["WORLD_SIZE"] for place in places} == {"3"}
         assert len({(place["MASTER_ADDR"], place["MASTER_PORT"]) for place in places}) == 1
         assert group.sum_ranks() == [3, 3, 3]
