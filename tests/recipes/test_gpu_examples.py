@@ -20,15 +20,16 @@ from tests.support.public_models import write_config
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "gpu"
-# Which public models each file is for, and how many GPUs of 80 GB it takes.
+# Which public models each file is for, how many GPUs it takes, and how many GiB each has.
 MODELS = {
-    "1b_1gpu": (("Llama-3.2-1B",), 1),
-    "8b_8gpus": (("Llama-3.1-8B", "Qwen3-8B"), 8),
-    "8b_2nodes": (("Llama-3.1-8B", "Qwen3-8B"), 16),
-    "30b_a3b_2nodes": (("Qwen3-30B-A3B",), 16),
-    "70b_8nodes": (("Llama-3.1-70B",), 64),
+    "1b_1gpu": (("Llama-3.2-1B",), 1, 80),
+    "8b_8gpus": (("Llama-3.1-8B", "Qwen3-8B"), 8, 80),
+    "8b_2nodes": (("Llama-3.1-8B", "Qwen3-8B"), 16, 80),
+    "30b_a3b_8gpus": (("Qwen3-30B-A3B",), 8, 140),
+    "30b_a3b_2nodes": (("Qwen3-30B-A3B",), 16, 80),
+    "70b_8nodes": (("Llama-3.1-70B",), 64, 80),
 }
-EVERY = [(file, model) for file, (models, _) in MODELS.items() for model in models]
+EVERY = [(file, model) for file, (models, _, _) in MODELS.items() for model in models]
 
 
 def placement_of(file: str, model: str, directory: Path, *overrides: str) -> Placement:
@@ -37,8 +38,8 @@ def placement_of(file: str, model: str, directory: Path, *overrides: str) -> Pla
     return Placement(GrpoConfig.of(data), elsewhere=True)  # vLLM need not be here
 
 
-def moments_of(placement: Placement) -> dict[str, Moment]:
-    moments_of_pools = worst_moments(placement, "cuda", 80 * GIB)
+def moments_of(placement: Placement, gib: int = 80) -> dict[str, Moment]:
+    moments_of_pools = worst_moments(placement, "cuda", gib * GIB)
     return {f"{pool} {each.name}": each for pool, moments in moments_of_pools.items() for each in moments}
 
 
@@ -47,16 +48,18 @@ def test_every_file_is_here() -> None:
 
 
 @pytest.mark.parametrize(("file", "model"), EVERY)
-def test_it_is_planned_and_fits_gpus_of_80_gb_in_every_moment(file: str, model: str, tmp_path: Path) -> None:
+def test_it_is_planned_and_fits_its_gpus_in_every_moment(file: str, model: str, tmp_path: Path) -> None:
     placement = placement_of(file, model, tmp_path)
     placement.check()
-    assert placement.config.world_size == MODELS[file][1]
+    _, num_gpus, gib = MODELS[file]
+    assert placement.config.world_size == num_gpus
     assert unknown_parts(placement) == []
-    moments = moments_of(placement)
+    moments = moments_of(placement, gib)
     assert {"pool build the policy", "pool log-probs", "pool update"} <= moments.keys()
     for name, moment in moments.items():
-        assert moment.total + RESERVE <= 80 * GIB, f"{name}: {moment}"
-    assert max(each.total for each in moments.values()) > 30 * GIB, "smaller GPUs, or larger micro-batches, would do"
+        assert moment.total + RESERVE <= gib * GIB, f"{name}: {moment}"
+    most = max(each.total for each in moments.values())
+    assert most > gib / 2 * GIB, "smaller GPUs, or larger micro-batches, would do"
 
 
 @pytest.mark.parametrize(("file", "model"), EVERY)
@@ -91,8 +94,8 @@ def test_the_demos_name_no_gpu_command_and_the_pages_name_these(tmp_path: Path) 
 
 def test_the_page_on_gpus_has_the_figures_of_the_estimate(tmp_path: Path) -> None:
     page = (ROOT / "docs/gpu.md").read_text()
-    for file, (models, _) in MODELS.items():
-        moments = moments_of(placement_of(file, models[0], tmp_path))
+    for file, (models, _, gib) in MODELS.items():
+        moments = moments_of(placement_of(file, models[0], tmp_path), gib)
         figures = []
         for name in ("generate", "log-probs", "update", "weights"):
             by_pool = [moments[f"{pool} {name}"] for pool in ("pool", "rollout_pool") if f"{pool} {name}" in moments]

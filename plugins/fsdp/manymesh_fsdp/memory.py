@@ -12,8 +12,52 @@ from manymesh.parts.decoder_shape import DTYPE_BYTES, DecoderShape
 from manymesh.parts.pass_memory import PassMemory
 from manymesh_fsdp.config import FsdpConfig
 
-# Layers whose full parameters exist at once: one computes, the next one is gathered, into one buffer and out of it.
-LAYERS_AT_ONCE = 3
+
+@attrs.frozen
+class Sizes:
+    """Bytes of one rank.
+
+    Attributes:
+        shard: of its parameters; of its gradients and each moment of the optimizer too.
+        forward, backward: of full parameters that exist at once in a pass. In forward one layer computes, and the next
+            one is gathered into one buffer and copied out of it; in backward the next one is gathered.
+        outside: of embedding, head and last norm in the computation's dtype.
+        layer: of one layer's gradient, and its copy for the reduction.
+        waiting: of gradients of a step's micro-batches but the last, in `reduce_dtype`: of the whole model, and not
+            sharded, since gradients cross ranks with the last one.
+        root: of the gradient of what is outside of the layers, and its copy: one unit, which is reduced last.
+    """
+
+    shard: int
+    forward: int
+    backward: int
+    outside: int
+    layer: int
+    waiting: int
+    root: int
+
+    @classmethod
+    def of(cls, config: FsdpConfig, shape: DecoderShape, world_size: int, num_micro_batches: int) -> Sizes:
+        size, computed = DTYPE_BYTES[config.dtype], DTYPE_BYTES[config.compute_dtype or config.dtype]
+        reduced = DTYPE_BYTES[config.reduce_dtype or config.dtype]
+        shard = -(-shape.num_parameters // world_size) * size
+        waiting = shape.num_parameters * reduced if num_micro_batches > 1 else 0
+        # On one rank without mixed precision the model is plain, and its gradients are what they are.
+        if world_size == 1 and {config.compute_dtype, config.reduce_dtype} <= {None, config.dtype}:
+            return cls(shard, 0, 0, 0, 0, waiting, 0)
+        largest = max(layer.total for layer in shape.layers)
+        every = sum(layer.total for layer in shape.layers)
+        forward, backward = (3 * largest, 2 * largest) if config.reshard_after_forward else (every + largest, every)
+        outside = shape.outside
+        return cls(
+            shard=shard,
+            forward=(outside + forward) * computed,
+            backward=(outside + backward) * computed,
+            outside=outside * computed,
+            layer=largest * (computed + reduced),
+            waiting=waiting,
+            root=outside * (reduced + (max(computed, reduced) if waiting else computed)),
+        )
 
 
 def memory(config: FsdpConfig, world_size: int, model: ModelFacts, load: Load) -> Sequence[Memory]:
@@ -24,51 +68,31 @@ def memory(config: FsdpConfig, world_size: int, model: ModelFacts, load: Load) -
     """
     config = config.on(load.device)
     shape = DecoderShape.of(model)
-    size = DTYPE_BYTES[config.dtype]
-    computed = DTYPE_BYTES[config.compute_dtype or config.dtype]
-    whole, shard = shape.num_parameters, -(-shape.num_parameters // world_size) * size
-    trained = shard if config.trainable else 0
-    # On one rank without mixed precision the model is plain, as plugins/fsdp's _shard has it.
-    plain = world_size == 1 and {config.compute_dtype, config.reduce_dtype} <= {None, config.dtype}
-    layers = [layer.total for layer in shape.layers]
-    gathered = 0
-    if not plain:
-        at_once = LAYERS_AT_ONCE * max(layers) if config.reshard_after_forward else sum(layers) + max(layers)
-        gathered = (shape.outside + at_once) * computed
+    size, computed = DTYPE_BYTES[config.dtype], DTYPE_BYTES[config.compute_dtype or config.dtype]
+    sizes = Sizes.of(config, shape, world_size, load.num_micro_batches)
     one = PassMemory.of(shape, load.micro_batch_tokens, computed, recomputed=int(config.gradient_checkpointing))
-    idle = Memory(Phase.IDLE, parameters=shard, gradients=trained, optimizer=2 * trained)
-    there = attrs.evolve(idle, parameters=shard + gathered)
-    full_tensor = 2 * shape.largest_tensor * size
-    phases = [
-        _loading(idle, shape, size, load),
-        attrs.evolve(there, phase=Phase.EVAL, activations=one.forward_only),
-        attrs.evolve(idle, phase=Phase.EXPORT, activations=full_tensor),
-    ]
+    trained = sizes.shard if config.trainable else 0
+    idle = Memory(Phase.IDLE, parameters=sizes.shard, gradients=trained, optimizer=2 * trained)
+    scoring = attrs.evolve(idle, phase=Phase.EVAL, parameters=sizes.shard + sizes.forward, activations=one.forward_only)
+    exporting = attrs.evolve(idle, phase=Phase.EXPORT, activations=2 * shape.largest_tensor * size)
+    phases = [idle, _loading(idle, shape, size, load), scoring, exporting]
     if config.trainable:
-        reduced = DTYPE_BYTES[config.reduce_dtype or config.dtype]
-        several = load.num_micro_batches > 1
-        if plain:
-            moments = [
-                attrs.evolve(there, gradients=whole * size if several else 0, activations=one.turning),
-                attrs.evolve(there, gradients=whole * size, activations=one.working),
-            ]
-        else:
-            # Gradients are reduced over ranks with a step's last micro-batch. Those of the micro-batches before wait on
-            # each rank in `reduce_dtype`, of the whole model and not sharded.
-            waiting = whole * reduced if several else 0
-            before = max(waiting, shard + shape.outside * computed)  # when the last layers are computed
-            late = attrs.evolve(idle, parameters=shard + (shape.outside + 2 * max(layers)) * computed, gradients=before)
-            ending = shape.outside * (reduced + max(computed, reduced if several else 0))
-            moments = [
-                attrs.evolve(there, gradients=waiting, activations=one.turning),
-                attrs.evolve(late, activations=one.working),
-                attrs.evolve(late, gradients=before + max(layers) * (computed + reduced)),
-                # At the very end those of embedding and head, which are one unit.
-                attrs.evolve(idle, parameters=shard + shape.outside * computed, gradients=shard + ending),
-            ]
-        moments.append(idle)  # the optimizer's step
-        phases.append(attrs.evolve(max(moments, key=lambda each: each.total), phase=Phase.TRAIN))
-    return [_with_offload(config, each, load) for each in (idle, *phases)]
+        phases.append(max(_training(idle, sizes, one), key=lambda each: each.total))
+    return [_with_offload(config, each, load) for each in phases]
+
+
+def _training(idle: Memory, sizes: Sizes, one: PassMemory) -> list[Memory]:
+    """The moments of a step that may be the worst."""
+    step = attrs.evolve(idle, phase=Phase.TRAIN)
+    computing = attrs.evolve(step, parameters=sizes.shard + sizes.backward)
+    late = max(sizes.waiting, sizes.shard + sizes.outside)  # gradients where the last layers are computed
+    return [
+        attrs.evolve(computing, gradients=sizes.waiting, activations=one.turning),
+        attrs.evolve(computing, gradients=late, activations=one.working),
+        attrs.evolve(computing, gradients=late + sizes.layer),
+        attrs.evolve(step, parameters=sizes.shard + sizes.outside, gradients=sizes.shard + sizes.root),
+        step,  # the optimizer's
+    ]
 
 
 def _loading(idle: Memory, shape: DecoderShape, size: int, load: Load) -> Memory:

@@ -21,7 +21,7 @@ from manymesh_megatron.plan import plan
 from sdk.peak_memory import peak_memory
 
 ROWS, TOKENS, NUM_MICRO = 4, 128, 4
-BOUND = 0.2  # of what is measured
+BOUND = 0.1  # of what is measured
 SHAPE = {
     "vocab_size": 4096,
     "hidden_size": 256,
@@ -71,13 +71,18 @@ def measured(rank: int, world_size: int, model: str, **options: Any) -> dict[str
 @pytest.mark.parametrize(
     ("world_size", "family", "options"),
     [
-        (1, "qwen3", {}),
-        (1, "qwen3", {"dtype": "bfloat16", "recompute": "full"}),
         (2, "qwen3", {"pipeline_parallel": 2}),
-        (2, "qwen3", {"tensor_parallel": 2, "sequence_parallel": True, "dtype": "bfloat16"}),
-        (2, "qwen3_moe", {"expert_parallel": 2}),
-        pytest.param(4, "qwen3", {"pipeline_parallel": 2, "virtual_pipeline": 2}, marks=pytest.mark.ci),
-        pytest.param(4, "llama", {"tensor_parallel": 2, "distributed_optimizer": False}, marks=pytest.mark.ci),
+        *(
+            pytest.param(*case, marks=pytest.mark.ci)
+            for case in (
+                (1, "qwen3", {}),
+                (1, "qwen3", {"dtype": "bfloat16", "recompute": "full"}),
+                (2, "qwen3", {"tensor_parallel": 2, "sequence_parallel": True, "dtype": "bfloat16"}),
+                (2, "qwen3_moe", {"expert_parallel": 2}),
+                (4, "qwen3", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+                (4, "llama", {"tensor_parallel": 2, "distributed_optimizer": False}),
+            )
+        ),
     ],
     ids=str,
 )
@@ -89,7 +94,6 @@ def test_the_estimate_is_near_what_tensors_take_on_every_rank(on, model_dir, wor
         want = {each.phase: each for each in memory(config, world_size, facts, load)}
         assert parameters(config, facts, world_size, rank) == have["parameters"]
         for phase in (Phase.IDLE, Phase.TRAIN):
-            print(rank, phase, have[phase], want[phase].total / have[phase], want[phase])
             assert want[phase].total == pytest.approx(have[phase], rel=BOUND), (phase, want[phase])
 
 
