@@ -93,19 +93,15 @@ def worst_moments(placement: Placement, device: str, device_bytes: int | None) -
     pools = {"pool": (config.pool.world_size, trainers)}
     if config.rollout_pool is not None:
         pools["rollout_pool"] = (config.rollout_pool.world_size, {"rollout": placement.rollout_worker()})
-<<<<<<< HEAD
-    return {
-        pool: list(_worst(_Pool(placement, ranks, {k: v for k, v in pool_parts.items() if v}), device, device_bytes))
-        for pool, (ranks, pool_parts) in pools.items()
-    }
-=======
     moments = {}
     for pool, (world_size, configs) in pools.items():
-        built = {name: each for name, each in configs.items() if each is not None}
-        parts = {name: _Part.of(config, name, each, world_size, device, device_bytes) for name, each in built.items()}
+        parts = {
+            name: _Part.of(config, name, each, world_size, device, device_bytes)
+            for name, each in configs.items()
+            if each is not None
+        }
         moments[pool] = list(_worst(parts, world_size))
     return moments
->>>>>>> 4bd1147 (The estimate of FSDP is within 10 % of what tensors take, also over ranks; a mixture of experts on one node; most cases run in CI)
 
 
 def unknown_parts(placement: Placement) -> list[str]:
@@ -131,24 +127,6 @@ class _Part:
     load: Load
     gives_back: bool
 
-<<<<<<< HEAD
-    def phases(self, rank: int, device: str, device_bytes: int | None) -> dict[str, dict[Phase, Memory]]:
-        phases = {}
-        for name, part in self.parts.items():
-            options = {**part.engine, "trainable": False} if name == "ref" else part.engine
-            model, backend = ModelFacts.read(options["model"]), _backend(part)
-            load = self._load(part, backend.plan(options, self.world_size, model), model)
-            rank_load = attrs.evolve(load, rank=rank, device=device, device_bytes=device_bytes)
-            phases[name] = {each.phase: each for each in backend.memory(options, self.world_size, model, rank_load)}
-        return phases
-
-    def _load(self, part: Any, plan: Plan | None, model: ModelFacts) -> Load:
-        config = self.placement.config
-        new, context = config.sampling.max_new_tokens, model.get("max_position_embeddings")
-        prompt = config.data.max_prompt_tokens or max(1, (context or 2 * new) - new)
-        rows = -(
-            -config.algorithm.prompts_per_step * config.sampling.num_samples // (plan.route.dp_size if plan else 1)
-=======
     @classmethod
     def of(
         cls, run: GrpoConfig, name: str, config: Any, world_size: int, device: str, device_bytes: int | None
@@ -172,7 +150,6 @@ class _Part:
             prompt_tokens=prompt,
             row_tokens=prompt + new,
             rows=rows,
->>>>>>> 4bd1147 (The estimate of FSDP is within 10 % of what tensors take, also over ranks; a mixture of experts on one node; most cases run in CI)
         )
         return cls(backend, options, world_size, model, load, getattr(config, "release_after_generate", False))
 
@@ -212,34 +189,20 @@ def _worst(parts: Mapping[str, _Part], world_size: int) -> Iterator[Moment]:
             yield max(by_rank, key=lambda each: (each.total, each.host))
 
 
-<<<<<<< HEAD
-def _held(pool: _Pool, name: str, part: str, phases: Mapping[str, Mapping[Phase, Memory]]) -> Memory | None:
-    works, phase = WORKS[name]
-    estimates = phases[part]
-    if part in BUILT_AFTER.get(name, ()) or not estimates:
-        return None
-    if part == works:
-        return estimates.get(phase, estimates[Phase.IDLE])
-    if part != "rollout" or not pool.parts[part].release_after_generate or Phase.RELEASED not in estimates:
-        return estimates[Phase.IDLE]
-    # New weights come before the KV cache is taken again.
-    return attrs.evolve(estimates[Phase.IDLE], kv_cache=0) if name == "weights" else estimates[Phase.RELEASED]
-=======
 def _held(
     parts: Mapping[str, _Part], moment: str, name: str, phases: Mapping[str, Mapping[Phase, Memory]]
 ) -> Memory | None:
     """What a part holds in a moment; None where it isn't built yet, or nobody knows."""
     worker, phase = WORKS[moment]
-    known = phases[name]
-    if name in BUILT_AFTER.get(moment, ()) or not known:
+    estimates = phases[name]
+    if name in BUILT_AFTER.get(moment, ()) or not estimates:
         return None
     if name == worker:
-        return known.get(phase, known[Phase.IDLE])
-    if not parts[name].gives_back or Phase.RELEASED not in known:
-        return known[Phase.IDLE]
+        return estimates.get(phase, estimates[Phase.IDLE])
+    if not parts[name].gives_back or Phase.RELEASED not in estimates:
+        return estimates[Phase.IDLE]
     # New weights come before the KV cache is taken again.
-    return attrs.evolve(known[Phase.IDLE], kv_cache=0) if moment == "weights" else known[Phase.RELEASED]
->>>>>>> 4bd1147 (The estimate of FSDP is within 10 % of what tensors take, also over ranks; a mixture of experts on one node; most cases run in CI)
+    return attrs.evolve(estimates[Phase.IDLE], kv_cache=0) if moment == "weights" else estimates[Phase.RELEASED]
 
 
 def _backend(part: TrainingWorkerConfig | RolloutWorkerConfig) -> Backend:
