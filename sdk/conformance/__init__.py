@@ -16,8 +16,10 @@ from core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from sdk.conformance.base import Conformance as Conformance
+    from sdk.conformance.colocated import ColocatedConformance as ColocatedConformance
     from sdk.conformance.dispatch_mode import DispatchModeConformance as DispatchModeConformance
     from sdk.conformance.engine import EngineConformance as EngineConformance
+    from sdk.conformance.replicas import ReplicaConformance as ReplicaConformance
     from sdk.conformance.rollout import RolloutConformance as RolloutConformance
     from sdk.conformance.transfer import TransferConformance as TransferConformance
 else:

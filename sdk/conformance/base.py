@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import attrs
 import pytest
@@ -14,6 +14,9 @@ from core.manifest import Capability, Kind, Manifest, Plan
 from core.model_facts import ModelFacts
 from core.registry import Backend, EngineRegistry
 from sdk.conformance.closeness import BOUNDS, Bounds
+
+if TYPE_CHECKING:
+    from sdk.testing import Worlds
 
 T = TypeVar("T")
 Test = TypeVar("Test", bound=Callable[..., Any])
@@ -195,7 +198,7 @@ class Conformance:
 class Session:
     """What the suites of one pytest session share: worlds of ranks, models on disk, and what was made once."""
 
-    def __init__(self, worlds: Any, directory: Callable[[str], Path]) -> None:
+    def __init__(self, worlds: Worlds, directory: Callable[[str], Path]) -> None:
         self.worlds = worlds
         self.directory = directory
         self._made: dict[Any, Any] = {}
@@ -205,7 +208,8 @@ class Session:
             self._made[key] = make()
         return self._made[key]
 
-    def model(self, family: str, **options: Any) -> str:
+    def model(self, family: str = "qwen3", **options: Any) -> str:
+        """See Conformance.model."""
         from sdk.testing import tiny_model
 
         options = {"initializer_range": 0.1} | options

@@ -1,16 +1,13 @@
-"""Worlds of two and four ranks, started when a test asks for one."""
+"""The kit's worlds of ranks, by a shorter name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
-
 import pytest
 
+from sdk.conformance.base import Session
 from sdk.testing import Worlds
 
 
 @pytest.fixture(scope="session")
-def on() -> Iterator[Worlds]:
-    with closing(Worlds()) as worlds:
-        yield worlds
+def on(conformance_session: Session) -> Worlds:
+    return conformance_session.worlds

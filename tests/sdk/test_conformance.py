@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from sdk.conformance import EngineConformance
+from sdk.conformance.base import Session
 from sdk.conformance.plugin import REPORT, must_resolve
 from sdk.conformance.report import SuiteResult
 from tests.sdk.kit import mutants
@@ -143,27 +144,16 @@ MORE = (
 )
 
 
-def check(kind: str, backend: str, chosen_mutants: Sequence[Mutant], request: pytest.FixtureRequest) -> None:
-    session = request.getfixturevalue("conformance_session")
-    results = mutants.run(kind, backend, chosen_mutants, session)
-    assert {each.mutant.name: each.failed for each in results if not each.caught} == {}, "mutants that nothing found"
-    for each in results:
-        names = [name for name in each.mutant.tests if any(mutants.is_named(test, name) for test in each.failed)]
-        assert names == list(each.mutant.tests), f"{each.mutant.name}: found by {list(each.failed)} only"
-
-
 @pytest.mark.parametrize("names", [FEW, pytest.param(MORE, marks=pytest.mark.ci)], ids=["few", "more"])
-def test_the_kit_finds_some_faults(request: pytest.FixtureRequest, names: Sequence[str]) -> None:
-    chosen_mutants = [mutant for mutant in mutants.TARGETS["engine"].mutants if mutant.name in names]
-    assert len(chosen_mutants) == len(names)
-    check("engine", "fsdp", chosen_mutants, request)
+def test_the_kit_finds_some_faults(conformance_session: Session, names: Sequence[str]) -> None:
+    assert mutants.missed("engine", conformance_session, only=names) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
-def test_the_kit_finds_every_fault_of_an_engine(request: pytest.FixtureRequest, backend: str) -> None:
-    check("engine", backend, mutants.TARGETS["engine"].mutants, request)
+def test_the_kit_finds_every_fault_of_an_engine(conformance_session: Session, backend: str) -> None:
+    assert mutants.missed("engine", conformance_session, backend=backend) == {}
 
 
 def test_the_table_of_mutants_in_the_docs_is_of_these_mutants() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from sdk.conformance import RolloutConformance
+from sdk.conformance.base import Session
 from tests.sdk.kit import mutants
-from tests.sdk.kit.faults import Mutant, OnMutant
+from tests.sdk.kit.faults import OnMutant
 from tests.sdk.kit.rollout_server_faults import SOUND
 
 # A few here; all of them in the slow set.
@@ -21,23 +20,14 @@ FEW = (
 )
 
 
-def check(chosen_mutants: Sequence[Mutant], request: pytest.FixtureRequest) -> None:
-    results = mutants.run("rollout", "hf", chosen_mutants, request.getfixturevalue("conformance_session"))
-    for each in results:
-        misses = [name for name in each.mutant.tests if not any(mutants.is_named(test, name) for test in each.failed)]
-        assert misses == [], f"a rollout that {each.mutant.name}: found by {list(each.failed)} only"
-
-
-def test_the_suite_finds_some_faults(request: pytest.FixtureRequest) -> None:
-    chosen_mutants = [mutant for mutant in mutants.TARGETS["rollout"].mutants if mutant.name in FEW]
-    assert len(chosen_mutants) == len(FEW)
-    check(chosen_mutants, request)
+def test_the_suite_finds_some_faults(conformance_session: Session) -> None:
+    assert mutants.missed("rollout", conformance_session, only=FEW) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_suite_finds_every_fault(request: pytest.FixtureRequest) -> None:
-    check(mutants.TARGETS["rollout"].mutants, request)
+def test_the_suite_finds_every_fault(conformance_session: Session) -> None:
+    assert mutants.missed("rollout", conformance_session) == {}
 
 
 @pytest.mark.slow

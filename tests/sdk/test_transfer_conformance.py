@@ -6,17 +6,16 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from sdk.conformance import TransferConformance
+from sdk.conformance.base import Session
 from sdk.scaffold.generate import generate
 from sdk.scaffold.names import Names
 from tests.sdk.kit import mutants
-from tests.sdk.kit.faults import Mutant
 
 
 class TestCollective(TransferConformance):
@@ -46,22 +45,14 @@ FEW = (
 )
 
 
-def test_the_suite_finds_some_faults(request: pytest.FixtureRequest) -> None:
-    chosen_mutants = [mutant for mutant in mutants.TARGETS["transfer"].mutants if mutant.name in FEW]
-    assert len(chosen_mutants) == len(FEW)
-    check(chosen_mutants, request)
+def test_the_suite_finds_some_faults(conformance_session: Session) -> None:
+    assert mutants.missed("transfer", conformance_session, only=FEW) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_suite_finds_every_fault(request: pytest.FixtureRequest) -> None:
-    check(mutants.TARGETS["transfer"].mutants, request)
-
-
-def check(chosen_mutants: Sequence[Mutant], request: pytest.FixtureRequest) -> None:
-    for each in mutants.run("transfer", "disk", chosen_mutants, request.getfixturevalue("conformance_session")):
-        misses = [name for name in each.mutant.tests if not any(mutants.is_named(test, name) for test in each.failed)]
-        assert misses == [], f"a transfer that {each.mutant.name}: found by {list(each.failed)} only"
+def test_the_suite_finds_every_fault(conformance_session: Session) -> None:
+    assert mutants.missed("transfer", conformance_session) == {}
 
 
 @pytest.mark.ci  # tests/test_docs.py makes an engine and a rollout

@@ -1,45 +1,34 @@
-"""Worlds of one and two ranks, and tiny models on disk, each made once."""
+"""The kit's worlds of ranks and tiny models, and a world of one in this process for the engines that tests build here."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from core.device import join_world
-from sdk.testing import Worlds, tiny_model
+from sdk.conformance.base import Session
+from sdk.testing import Worlds
 
 sys.path.insert(0, str(Path(__file__).parent))  # for fsdp_steps, here and in the ranks that RankPool spawns
 
 
 @pytest.fixture(scope="session")
-def on() -> Iterator[Worlds]:
+def on(conformance_session: Session) -> Iterator[Worlds]:
     torch.set_num_threads(1)
     join_world(0, 1, dist.HashStore(), timeout_s=60)
-    with closing(Worlds(alone_here=True)) as worlds:
-        yield worlds
+    yield conformance_session.worlds
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """`model_dir(family, **options)`: a directory, the same for the same arguments. Weights are large enough that the
-    model's predictions are far from uniform."""
-    paths: dict[str, str] = {}
-
-    def make(family: str = "qwen3", **options: Any) -> str:
-        key = repr((family, sorted(options.items())))
-        if key not in paths:
-            paths[key] = tiny_model(tmp_path_factory.mktemp(family), family, **({"initializer_range": 0.2} | options))
-        return paths[key]
-
-    return make
+def model_dir(conformance_session: Session) -> Callable[..., str]:
+    return partial(conformance_session.model, initializer_range=0.2)
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,10 @@
-"""The contract's suite on this rollout."""
+"""The contract's suites on this rollout."""
 
 from __future__ import annotations
 
 import pytest
 
-from sdk.conformance import RolloutConformance
+from sdk.conformance import ColocatedConformance, RolloutConformance
 
 
 class TestHf(RolloutConformance):
@@ -18,3 +18,8 @@ class TestHfInBf16(RolloutConformance):
     backend = "hf"
     worlds = (1,)
     dtype = "bfloat16"
+
+
+class TestHfColocated(ColocatedConformance):
+    backend = "hf"
+    worlds = (2,)

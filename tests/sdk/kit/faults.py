@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import attrs
 
-from core.manifest import Capability
-from core.registry import Backend
+from core.manifest import Capability, Kind
+from core.registry import Backend, EngineRegistry
 from sdk.conformance.base import Conformance, Subject
 
 
@@ -60,6 +61,31 @@ class OnMutant:
         if cls.mutant.put_into is None:
             return sound
         return FaultySubject(**attrs.asdict(sound, recurse=False), put_into=cls.mutant.put_into)
+
+    @classmethod
+    @contextmanager
+    def name_for_workers(cls) -> Iterator[str]:
+        """The mutant is registered at run time, as what goes along to the workers of Ray groups."""
+        factory = FaultyFactory(cls.backend, cls.kind, cls.mutant.put_into)  # type: ignore[attr-defined]
+        registry = EngineRegistry.default()
+        entry = registry.register(attrs.evolve(cls.entry().manifest, name="mutant", factory=factory))
+        try:
+            yield entry.qualified_name
+        finally:
+            registry.unregister(entry)
+
+
+@attrs.frozen
+class FaultyFactory:
+    """A manifest's factory: builds the sound backend and puts the fault into it."""
+
+    backend: str
+    kind: Kind
+    put_into: str | None
+
+    def __call__(self, config: Any, device: str | None) -> Any:
+        sound = EngineRegistry.new(None, self.backend, config, device, self.kind)
+        return pkgutil.resolve_name(self.put_into)(sound) if self.put_into else sound
 
 
 def on_mutant(suite: type[Conformance], backend: str, mutant: Mutant, name: str, module: str) -> type[Conformance]:
@@ -120,9 +146,13 @@ def _mutants_of(module: ModuleType) -> Iterator[Mutant]:
         if isinstance(value, Mutant):
             yield value
         elif isinstance(value, type) and issubclass(value, Fault) and value.__module__ == module.__name__:
-            name = " ".join((value.__doc__ or "").split()).rstrip(".")
-            tests = vars(value).get("tests", ())
-            yield Mutant(name, tests, f"{value.__module__}:{value.__qualname__}.put_into", value.entry)
+            yield mutant_of(value, *vars(value).get("tests", ()))
+
+
+def mutant_of(fault: type[Fault], *tests: str) -> Mutant:
+    """The mutant with this fault, which these tests must find."""
+    name = " ".join((fault.__doc__ or "").split()).rstrip(".")
+    return Mutant(name, tests, f"{fault.__module__}:{fault.__qualname__}.put_into", fault.entry)
 
 
 def with_manifest(entry: Backend, **changes: Any) -> Backend:

@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 import pytest
 
-from sdk.conformance import EngineConformance, RolloutConformance
+from sdk.conformance import EngineConformance, ReplicaConformance, RolloutConformance
 from sdk.conformance.base import Conformance, Session
 from sdk.conformance.plugin import SESSION, suite_of
 from tests.sdk.kit import (
@@ -34,6 +34,7 @@ from tests.sdk.kit import (
     rollout_weight_faults,
     state_faults,
     transfer_faults,
+    worker_faults,
 )
 from tests.sdk.kit.faults import Mutant, mutants_in, on_mutant
 
@@ -60,6 +61,12 @@ class Found:
         crashes = ("RuntimeError", "BrokenPipeError", "ConnectionResetError")
         return any(not why.startswith(crashes) for why in self.failed.values())
 
+    @property
+    def missed_by(self) -> list[str]:
+        """Of the tests that must find it, those that did not."""
+        named = self.mutant.tests
+        return [name for name in named if not self.caught or not any(is_named(test, name) for test in self.failed)]
+
 
 @attrs.frozen
 class Target:
@@ -82,6 +89,8 @@ ROLLOUT_FAULTS = (
 TARGETS = {
     "engine": Target(EngineConformance, "fsdp", mutants_in(ENGINE_FAULTS)),
     "rollout": Target(RolloutConformance, "hf", mutants_in(ROLLOUT_FAULTS)),
+    "colocated_rollout": Target(worker_faults.ColocatedOnTwo, "hf", worker_faults.COLOCATED),
+    "replica": Target(ReplicaConformance, "hf", worker_faults.REPLICAS),
     "dispatch_mode": Target(
         dispatch_modes.Template, dispatch_modes.Template.backend, mutants_in([dispatch_mode_faults])
     ),
@@ -159,9 +168,26 @@ def run(
     return [collector.found[mutant.name] for mutant in mutants]
 
 
+def missed(
+    kind: str, session: Session, *, backend: str | None = None, only: Sequence[str] = ()
+) -> dict[str, dict[str, list[str]]]:
+    """By mutant that was not found: the tests that must find it and did not, and those that failed on it.
+
+    Args:
+        only: names of mutants; empty: all of the kind.
+    """
+    target = TARGETS[kind]
+    mutants = {mutant.name: mutant for mutant in target.mutants}
+    chosen = [mutants[name] for name in only or mutants]
+    found = run(kind, backend or target.backend, chosen, session)
+    return {
+        each.mutant.name: {"missed by": each.missed_by, "found by": [*each.failed]} for each in found if each.missed_by
+    }
+
+
 def table(kind: str, backend: str, results: Sequence[Found]) -> str:
     """Markdown: what each mutant does wrong, and the tests that found it."""
-    num_caught = sum(each.caught for each in results)
+    num_caught, kind = sum(each.caught for each in results), kind.replace("_", " ")
     lines = [f"**{kind} {backend}**: {num_caught} of {len(results)} found.", ""]
     article = "An" if kind[0] in "aeiou" else "A"
     lines += [f"| {article} {kind} that ... | is found by |", "|---|---|"]

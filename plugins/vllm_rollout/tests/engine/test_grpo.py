@@ -3,9 +3,6 @@ Learning takes minutes, so it is not in the base suite."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from io import StringIO
 from pathlib import Path
 
@@ -19,8 +16,7 @@ from manymesh.recipes.grpo.tracking import REWARD, read_metrics
 from manymesh.recipes.grpo.trainer import GrpoTrainer
 from manymesh.recipes.toy import write_copy_task, write_model
 from manymesh.recipes.yaml_config import load_yaml, override
-
-EXAMPLES = Path(__file__).parents[4] / "examples" / "grpo"
+from tests.support.examples import EXAMPLES, copy_digits
 
 
 @pytest.mark.timeout(600)  # processes that load vLLM start slowly on a busy machine
@@ -61,17 +57,6 @@ def test_megatron_and_vllm_cut_over_the_same_two_ranks_agree_and_begin_to_learn(
     ids=" ".join,
 )
 def test_the_examples_learn_to_copy_digits(tmp_path: Path, example: list[str]) -> None:
-    def run(*arguments: str) -> str:
-        process = subprocess.run(
-            [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=880
-        )
-        assert process.returncode == 0, process.stderr[-4000:]
-        return process.stdout
-
-    run(str(EXAMPLES / "make_copy_task.py"))
-    file, *overrides = example
-    output = run("-m", "manymesh.recipes.grpo", "--config", str(EXAMPLES / file), *overrides)
-    rewards = re.search(r"^reward (\S+) -> (\S+) in", output, re.MULTILINE)
-    assert rewards
-    assert float(rewards[1]) < 0.2
-    assert float(rewards[2]) >= 0.9
+    first, last = copy_digits(tmp_path, *example, timeout_s=880)
+    assert first < 0.2
+    assert last >= 0.9
