@@ -1,4 +1,4 @@
-"""The kit's worlds of ranks and tiny models, and a world of one in this process for the engines that tests build here."""
+"""The kit's worlds of ranks and tiny models, and a world of one in this process for engines that tests build here."""
 
 from __future__ import annotations
 
