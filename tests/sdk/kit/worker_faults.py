@@ -41,7 +41,8 @@ class LeavesAProcess(ServingFault):
 
     def initialize(self) -> None:
         super().initialize()  # type: ignore[misc]
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(40)"])
+        code = "import sys, time; sys.stdin.read(); time.sleep(120)"  # until its owner is gone, and some time longer
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
 
 
 REPLICAS = (
