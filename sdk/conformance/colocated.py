@@ -6,5 +6,5 @@ from sdk.conformance.suites.colocated import ColocatedSuite
 
 
 class ColocatedConformance(ColocatedSuite):
-    """A rollout and a trainer on the same ranks, in workers on Ray. See Conformance and TrainedSuite for what a
+    """A rollout and a trainer on the same ranks, in workers on Ray. See Conformance and WorkerSuite for what a
     subclass sets."""

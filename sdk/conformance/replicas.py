@@ -7,4 +7,4 @@ from sdk.conformance.suites.replicas import ReplicaSuite
 
 class ReplicaConformance(ReplicaSuite):
     """Two replicas behind one client, and a trainer, in workers on Ray; models with a context of 1024. See Conformance,
-    TrainedSuite and ReplicaSuite for what a subclass sets; `worlds` has no meaning here."""
+    WorkerSuite and ReplicaSuite for what a subclass sets; `worlds` has no meaning here."""

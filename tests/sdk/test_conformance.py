@@ -146,14 +146,14 @@ MORE = (
 
 @pytest.mark.parametrize("names", [FEW, pytest.param(MORE, marks=pytest.mark.ci)], ids=["few", "more"])
 def test_the_kit_finds_some_faults(conformance_session: Session, names: Sequence[str]) -> None:
-    assert mutants.missed("engine", conformance_session, only=names) == {}
+    assert mutants.find_misses("engine", conformance_session, only=names) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_the_kit_finds_every_fault_of_an_engine(conformance_session: Session, backend: str) -> None:
-    assert mutants.missed("engine", conformance_session, backend=backend) == {}
+    assert mutants.find_misses("engine", conformance_session, backend=backend) == {}
 
 
 def test_the_table_of_mutants_in_the_docs_is_of_these_mutants() -> None:

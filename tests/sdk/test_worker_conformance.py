@@ -14,14 +14,14 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def test_the_suite_of_colocated_rollouts_finds_a_fault(conformance_session: Session) -> None:
-    assert mutants.missed("colocated_rollout", conformance_session, only=["loads keys as values"]) == {}
+    assert mutants.find_misses("colocated_rollout", conformance_session, only=["loads keys as values"]) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["colocated_rollout", "replica"])
 def test_the_suites_find_every_fault(conformance_session: Session, kind: str) -> None:
-    assert mutants.missed(kind, conformance_session) == {}
+    assert mutants.find_misses(kind, conformance_session) == {}
 
 
 @pytest.mark.ci

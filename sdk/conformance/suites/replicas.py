@@ -21,15 +21,15 @@ from core.rollout import SamplingParams
 from manymesh.workers import (
     ActorRolloutRefConfig,
     ActorRolloutRefWorker,
+    Role,
     RolloutClient,
     RolloutServerWorker,
     WeightSync,
 )
-from manymesh.workers.actor_rollout_ref import Role
 from manymesh.workers.client import RequestFailed, Stream
 from sdk.conformance.base import Session, offered
 from sdk.conformance.suites.rollout_base import Models, child_processes, command, prompts, responses
-from sdk.conformance.suites.trained_base import TrainedSuite, disagreement, train
+from sdk.conformance.suites.worker_base import WorkerSuite, measure_disagreement, train
 
 LENGTH = 900  # tokens of a response that takes a while
 CONTEXT = 1024
@@ -43,16 +43,16 @@ class Cluster:
     client: RolloutClient
 
 
-class Kept:
+class ClusterHolder:
     """One cluster for all tests; after one that has ended a replica the next test gets another."""
 
     def __init__(self, start: Callable[[], AbstractContextManager[Cluster]]) -> None:
-        self._start, self._stack = start, ExitStack()
+        self._start_cluster, self._stack = start, ExitStack()
         self._cluster: Cluster | None = None
 
     def get(self) -> Cluster:
         if self._cluster is None:
-            self._cluster = self._stack.enter_context(self._start())
+            self._cluster = self._stack.enter_context(self._start_cluster())
         return self._cluster
 
     def close(self) -> None:
@@ -60,13 +60,13 @@ class Kept:
         self._stack.close()
 
 
-def begun(stream: Stream, num_tokens: int) -> None:
+def read_until(stream: Stream, num_tokens: int) -> None:
     """Wait until so many tokens have come."""
     while len(stream.token_ids) < num_tokens:
         next(stream)
 
 
-class ReplicaSuite(TrainedSuite):
+class ReplicaSuite(WorkerSuite):
     """What replicas and RolloutClient do together.
 
     Attributes:
@@ -77,13 +77,13 @@ class ReplicaSuite(TrainedSuite):
 
     @classmethod
     @contextmanager
-    def started(cls, models: Models) -> Iterator[Cluster]:
+    def start_cluster(cls, models: Models) -> Iterator[Cluster]:
         model = models.directory(1, max_position_embeddings=CONTEXT)
-        trained = ActorRolloutRefConfig(Role.ACTOR, cls.training(model))
-        with cls.name_for_workers() as backend:
-            replica = RayClassWithInitArgs(RolloutServerWorker, cls.sampling_worker(backend, model))
-            trainer = RayClassWithInitArgs(ActorRolloutRefWorker, trained)
-            with cls.groups(first=(1, replica), second=(1, replica), trainer=(1, trainer)) as groups:
+        trainer_config = ActorRolloutRefConfig(Role.ACTOR, cls.make_trainer_config(model))
+        with cls.register_for_workers() as backend:
+            replica = RayClassWithInitArgs(RolloutServerWorker, cls.make_rollout_config(backend, model))
+            trainer = RayClassWithInitArgs(ActorRolloutRefWorker, trainer_config)
+            with cls.start_groups(first=(1, replica), second=(1, replica), trainer=(1, trainer)) as groups:
                 with ThreadPoolExecutor() as threads:
                     list(threads.map(lambda group: group.init_model(), groups.values()))
                 replicas = [groups["first"], groups["second"]]
@@ -91,20 +91,20 @@ class ReplicaSuite(TrainedSuite):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def kept(cls, conformance_session: Session) -> Iterator[Kept]:
-        kept = Kept(lambda: cls.started(Models(conformance_session)))
-        yield kept
-        kept.close()
+    def holder(cls, conformance_session: Session) -> Iterator[ClusterHolder]:
+        holder = ClusterHolder(lambda: cls.start_cluster(Models(conformance_session)))
+        yield holder
+        holder.close()
 
     @pytest.fixture
-    def cluster(self, kept: Kept) -> Cluster:
-        return kept.get()
+    def cluster(self, holder: ClusterHolder) -> Cluster:
+        return holder.get()
 
     @pytest.fixture
-    def doomed(self, kept: Kept) -> Iterator[Cluster]:
+    def doomed(self, holder: ClusterHolder) -> Iterator[Cluster]:
         """The same, for a test that ends a replica."""
-        yield kept.get()
-        kept.close()
+        yield holder.get()
+        holder.close()
 
     @property
     def long(self) -> SamplingParams:
@@ -142,30 +142,30 @@ class ReplicaSuite(TrainedSuite):
     @offered(Capability.SERVER)
     def test_a_pause_holds_all_replicas_and_may_abort(self, cluster: Cluster) -> None:
         client = cluster.client
-        kept = client.submit_all([[5], [6]], self.long)
-        for stream in kept:
-            begun(stream, 5)
+        streams = client.submit_all([[5], [6]], self.long)
+        for stream in streams:
+            read_until(stream, 5)
         client.pause("keep")
         impatient = RolloutClient(cluster.replicas, timeout_s=0.3).submit([7], self.greedy(24, ignore_eos=True))
         with pytest.raises(TimeoutError, match="paused"):
             impatient.result()
         client.resume_generation()
-        assert [len(stream.result().token_ids) for stream in kept] == [LENGTH, LENGTH]
-        aborted = client.submit_all([[5], [6]], self.long)
-        for stream in aborted:
-            begun(stream, 5)
+        assert [len(stream.result().token_ids) for stream in streams] == [LENGTH, LENGTH]
+        streams = client.submit_all([[5], [6]], self.long)
+        for stream in streams:
+            read_until(stream, 5)
         client.pause("abort")
-        assert [stream.result().finish_reason for stream in aborted] == ["abort"] * 2
+        assert [stream.result().finish_reason for stream in streams] == ["abort"] * 2
         client.resume_generation()
 
     @offered(Capability.SERVER)
     def test_a_trainers_weights_reach_all_replicas_in_the_midst_of_requests(self, cluster: Cluster) -> None:
         trainer, client, sampling = cluster.trainer, cluster.client, self.sampling_to_score()
-        asked = prompts([1, 5, 6], [7])
-        train(trainer, cluster.replicas[0].generate_sequences(asked, sampling), sampling.temperature)
+        batch = prompts([1, 5, 6], [7])
+        train(trainer, cluster.replicas[0].generate_sequences(batch, sampling), sampling.temperature)
         streams = client.submit_all([[5], [6]], self.long)
         for stream in streams:
-            begun(stream, 5)
+            read_until(stream, 5)
         client.pause("keep")
         with WeightSync(trainer, cluster.replicas, kind="object_store", bucket_mb=0.05) as sync:
             assert sync.sync() == 1
@@ -174,8 +174,8 @@ class ReplicaSuite(TrainedSuite):
             [(old, num_old), (new, num_new)] = stream.result().weight_versions
             assert (old, new, num_old + num_new, stream.finish_reason) == (0, 1, LENGTH, "length")
         for replica in cluster.replicas:
-            fresh = replica.generate_sequences(asked, sampling, min_version=1)
-            assert disagreement(trainer, fresh, sampling.temperature) < 1e-4
+            fresh = replica.generate_sequences(batch, sampling, min_version=1)
+            assert measure_disagreement(trainer, fresh, sampling.temperature) < 1e-4
 
     @offered(Capability.SERVER)
     def test_a_dead_replicas_requests_fail_by_name_the_others_go_on_and_its_processes_end(
@@ -184,22 +184,22 @@ class ReplicaSuite(TrainedSuite):
         client, (survivor, dying) = doomed.client, doomed.replicas
         streams = client.submit_all([[5], [6], [7], [8]], self.long)
         for stream in streams:
-            begun(stream, 2)
+            read_until(stream, 2)
         [identity] = dying.identities
         processes = child_processes(identity.pid)
         assert len(processes) >= self.num_processes
         os.kill(identity.pid, signal.SIGKILL)
-        ended = []
+        failed_streams = []
         for stream in streams:
             if stream.replica.name == SECOND:
-                with pytest.raises(RequestFailed, match=rf"{stream.request.id}[\s\S]*died[\s\S]*'second'") as caught:
+                with pytest.raises(RequestFailed, match=rf"{stream.request.id}[\s\S]*died[\s\S]*'second'") as failure:
                     stream.result()
-                assert isinstance(caught.value.__cause__, WorkerFailed)
+                assert isinstance(failure.value.__cause__, WorkerFailed)
                 assert 2 <= len(stream.token_ids) < LENGTH
-                ended.append(stream)
+                failed_streams.append(stream)
             else:
                 assert (stream.result().finish_reason, len(stream.token_ids)) == ("length", LENGTH)
-        assert len(ended) == 2
+        assert len(failed_streams) == 2
         deadline = time.monotonic() + 10
         while (left := {pid: command(pid) for pid in processes if command(pid)}) and time.monotonic() < deadline:
             time.sleep(0.1)

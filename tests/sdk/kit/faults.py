@@ -64,7 +64,7 @@ class OnMutant:
 
     @classmethod
     @contextmanager
-    def name_for_workers(cls) -> Iterator[str]:
+    def register_for_workers(cls) -> Iterator[str]:
         """The mutant is registered at run time, as what goes along to the workers of Ray groups."""
         factory = FaultyFactory(cls.backend, cls.kind, cls.mutant.put_into)  # type: ignore[attr-defined]
         registry = EngineRegistry.default()

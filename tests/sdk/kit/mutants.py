@@ -62,10 +62,10 @@ class Found:
         return any(not why.startswith(crashes) for why in self.failed.values())
 
     @property
-    def missed_by(self) -> list[str]:
+    def misses(self) -> list[str]:
         """Of the tests that must find it, those that did not."""
-        named = self.mutant.tests
-        return [name for name in named if not self.caught or not any(is_named(test, name) for test in self.failed)]
+        names = self.mutant.tests
+        return [name for name in names if not self.caught or not any(is_named(test, name) for test in self.failed)]
 
 
 @attrs.frozen
@@ -168,7 +168,7 @@ def run(
     return [collector.found[mutant.name] for mutant in mutants]
 
 
-def missed(
+def find_misses(
     kind: str, session: Session, *, backend: str | None = None, only: Sequence[str] = ()
 ) -> dict[str, dict[str, list[str]]]:
     """By mutant that was not found: the tests that must find it and did not, and those that failed on it.
@@ -179,10 +179,8 @@ def missed(
     target = TARGETS[kind]
     mutants = {mutant.name: mutant for mutant in target.mutants}
     chosen = [mutants[name] for name in only or mutants]
-    found = run(kind, backend or target.backend, chosen, session)
-    return {
-        each.mutant.name: {"missed by": each.missed_by, "found by": [*each.failed]} for each in found if each.missed_by
-    }
+    results = run(kind, backend or target.backend, chosen, session)
+    return {each.mutant.name: {"missed by": each.misses, "found by": [*each.failed]} for each in results if each.misses}
 
 
 def table(kind: str, backend: str, results: Sequence[Found]) -> str:

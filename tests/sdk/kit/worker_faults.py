@@ -16,7 +16,7 @@ from tests.sdk.kit.rollout_server_faults import (
     NeverPauses,
     RefusesLate,
     SaysFirstVersion,
-    ServingFault,
+    ServerFault,
 )
 from tests.sdk.kit.rollout_weight_faults import IgnoresMinVersion, KeepsVersion, SwapsKeysAndValues
 
@@ -32,11 +32,11 @@ TRAINED = "test_a_trainers_weights_reach_all_replicas_in_the_midst_of_requests"
 DEAD = "test_a_dead_replicas_requests_fail_by_name_the_others_go_on_and_its_processes_end"
 
 
-class ServesSwapped(SwapsKeysAndValues, ServingFault):
+class ServesSwapped(SwapsKeysAndValues, ServerFault):
     """loads keys as values"""
 
 
-class LeavesAProcess(ServingFault):
+class LeavesAProcess(ServerFault):
     """has a process that outlives it when it is killed"""
 
     def initialize(self) -> None:

@@ -20,7 +20,7 @@ from sdk.conformance.suites.rollout_base import RolloutSuite
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # of the workers: what else they need comes from the process that runs the tests
 
 
-class TrainedSuite(RolloutSuite):
+class WorkerSuite(RolloutSuite):
     """A rollout in workers on Ray: that which is there, or one that the suite starts.
 
     Attributes:
@@ -33,12 +33,12 @@ class TrainedSuite(RolloutSuite):
 
     @classmethod
     @contextmanager
-    def name_for_workers(cls) -> Iterator[str]:
+    def register_for_workers(cls) -> Iterator[str]:
         """The name by which workers that start in the block find the rollout."""
         yield cls.backend
 
     @classmethod
-    def training(cls, model: str) -> TrainingWorkerConfig:
+    def make_trainer_config(cls, model: str) -> TrainingWorkerConfig:
         """Raises RegistryError where there is no such trainer."""
         return TrainingWorkerConfig(
             backend=cls.trainer,
@@ -49,21 +49,21 @@ class TrainedSuite(RolloutSuite):
         )
 
     @classmethod
-    def sampling_worker(cls, backend: str, model: str) -> RolloutWorkerConfig:
+    def make_rollout_config(cls, backend: str, model: str) -> RolloutWorkerConfig:
         return RolloutWorkerConfig(backend, {"model": model, **cls.config}, bucket_mb=1, device=cls.device)
 
     @classmethod
     @contextmanager
-    def groups(cls, **workers: tuple[int, RayClassWithInitArgs[Any]]) -> Iterator[dict[str, Any]]:
+    def start_groups(cls, **workers: tuple[int, RayClassWithInitArgs[Any]]) -> Iterator[dict[str, Any]]:
         """Worker groups by name, each with so many ranks in a pool of its own; models are not loaded."""
         with_gpu = cls.device != "cpu"
         sizes = [PoolConfig(processes=(size,), use_gpu=with_gpu) for size, _ in workers.values()]
         with ray_cluster(*sizes), ExitStack() as stack:
-            started = {}
+            groups = {}
             for name, (size, worker) in workers.items():
                 pool = stack.enter_context(RayResourcePool([size], use_gpu=with_gpu))
-                started[name] = stack.enter_context(RayWorkerGroup(pool, worker, name=name, env=ENVIRONMENT))
-            yield started
+                groups[name] = stack.enter_context(RayWorkerGroup(pool, worker, name=name, env=ENVIRONMENT))
+            yield groups
 
     def sampling_to_score(self) -> SamplingParams:
         """Log-probabilities are of the kind that a trainer computes too."""
@@ -80,9 +80,9 @@ def train(trainer: Any, rows: TensorDict, temperature: float) -> None:
     trainer.update_actor(rows, temperature=temperature)
 
 
-def disagreement(trainer: Any, rows: TensorDict, temperature: float) -> float:
+def measure_disagreement(trainer: Any, rows: TensorDict, temperature: float) -> float:
     """Of the trainer's log-probabilities from the rollout's, the largest."""
-    scored = trainer.compute_log_prob(rows, temperature)["old_log_probs"]
-    columns = scored, rows["rollout_log_probs"], rows["response_mask"]
+    scores = trainer.compute_log_prob(rows, temperature)["old_log_probs"]
+    columns = scores, rows["rollout_log_probs"], rows["response_mask"]
     ours, theirs, mask = (column.values() for column in columns)
     return float((ours - theirs)[mask].abs().max())
