@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,6 +57,14 @@ class Waiting(Worker):
         raise ValueError("a fault")
 
 
+class Ordinary(Worker):
+    @register()
+    def run_loop(self) -> bool:
+        """What a library does that has coroutines of its own; it may take signals, too."""
+        asyncio.run(asyncio.sleep(0))
+        return threading.current_thread() is threading.main_thread()
+
+
 @pytest.fixture(scope="module")
 def ray_group(ray_cluster: None) -> Iterator[WorkerGroup]:
     from core.transport.ray import RayResourcePool, RayWorkerGroup
@@ -101,3 +110,12 @@ def test_a_coroutine_method_fails_in_the_same_three_ways(group: WorkerGroup) -> 
     if isinstance(group, LocalWorkerGroup):
         with pytest.raises(WorkerFailed, match="a fault"):
             group.misbehave("raise")
+
+
+def test_without_a_coroutine_method_a_worker_has_no_event_loop_and_its_methods_run_in_the_main_thread(
+    ray_cluster: None,
+) -> None:
+    from core.transport.ray import RayResourcePool, RayWorkerGroup
+
+    with RayResourcePool([1]) as pool, RayWorkerGroup(pool, RayClassWithInitArgs(Ordinary)) as group:
+        assert group.run_loop() == [True]

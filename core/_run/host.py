@@ -93,17 +93,6 @@ class WorkerHost:
         except Exception as error:
             return run.failed(error)
 
-    async def run_coroutine(self, command: Command, call: RankCall, answer: bool) -> Outcome:
-        """The same for a coroutine method."""
-        run = _Run(self, command, call, answer)
-        try:
-            with placed(self.context, call.shard):
-                args, kwargs = run.begin()
-                value = getattr(self.worker, command.method)(*args, **kwargs)
-                return run.end(await value if inspect.isawaitable(value) else value)
-        except Exception as error:
-            return run.failed(error)
-
     def shutdown(self) -> Outcome:
         try:
             with placed(self.context):
@@ -112,6 +101,19 @@ class WorkerHost:
         except Exception as error:
             return failed(error)
         return Answered(None)
+
+
+async def run_coroutine(host: WorkerHost, command: Command, call: RankCall, answer: bool) -> Outcome:
+    """WorkerHost.run for a coroutine method. It is no method of the class: with one, Ray would run all of an actor's
+    methods on an event loop, where a library cannot run one of its own."""
+    run = _Run(host, command, call, answer)
+    try:
+        with placed(host.context, call.shard):
+            args, kwargs = run.begin()
+            value = getattr(host.worker, command.method)(*args, **kwargs)
+            return run.end(await value if inspect.isawaitable(value) else value)
+    except Exception as error:
+        return run.failed(error)
 
 
 class _Run:

@@ -20,7 +20,7 @@ from core._calls.call import Command, RankCall
 from core._rows.stored import RowsToFetch, StoredRows
 from core._rows.wire import contents, decode, digests, encode, mapped
 from core._run.build import RayClassWithInitArgs
-from core._run.host import WorkerHost
+from core._run.host import WorkerHost, run_coroutine
 from core._run.observers import MethodRun, Observer
 from core._run.transport import Answered, BadlyAnswered, Identity, Outcome, Raised, RefusedIt
 from core.device import Accelerators
@@ -77,7 +77,7 @@ class LocalTransport:
             host, own = self._hosts[rank], private[rank]
             method = getattr(type(host.worker), command.method, None)
             if inspect.iscoroutinefunction(method):
-                outcome = _run_to_end(host.run_coroutine(command, own, rank in answering))
+                outcome = _run_to_end(run_coroutine(host, command, own, rank in answering))
             else:
                 outcome = host.run(command, own, rank in answering)
             if not isinstance(outcome, Answered):

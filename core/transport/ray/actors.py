@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from core._calls.call import Command, RankCall
 from core._rows.stored import RowsToFetch, StoredPart
 from core._rows.wire import encode
-from core._run.host import WorkerHost, failed
+from core._run.host import WorkerHost, failed, run_coroutine
 from core._run.observers import Observer
 from core._run.transport import Identity, Outcome
 from core.device import HIDING, Accelerators
@@ -42,8 +42,6 @@ class RayHost(WorkerHost):
 
     def __init__(self) -> None:
         super().__init__()
-        self._next = 0
-        self._turns: dict[int, asyncio.Future[None]] = {}
         self._given = assigned(ray.get_runtime_context().get_accelerator_ids())
         if not self._given:  # Ray leaves such a process with all of the node's accelerators in sight
             os.environ.update(HIDING)
@@ -54,17 +52,6 @@ class RayHost(WorkerHost):
     def run_pickled(self, method: str, parcel: Pickled | None, answer: bool) -> Any:
         call = self._unpacked(method, parcel)
         return sent(self.run(call[0], call[1], answer) if isinstance(call, tuple) else call)
-
-    async def run_in_turn(self, method: str, parcel: Pickled | None, answer: bool, number: int) -> Any:
-        """The same on an event loop, where Ray begins calls in any order: call `number` begins after number - 1."""
-        if number != self._next:
-            turn = self._turns[number] = asyncio.get_running_loop().create_future()
-            await turn
-        self._next = number + 1
-        if following := self._turns.pop(self._next, None):
-            following.set_result(None)  # resumes it when this call waits for something, or has ended
-        call = self._unpacked(method, parcel)
-        return sent(await self.run_coroutine(call[0], call[1], answer) if isinstance(call, tuple) else call)
 
     @staticmethod
     def _unpacked(method: str, parcel: Pickled | None) -> tuple[Command, RankCall] | Outcome:
@@ -116,6 +103,26 @@ def assigned(by_resource: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     return tuple(sorted(ids, key=by_number))
 
 
+class LoopHost(RayHost):
+    """RayHost on an event loop: Ray gives one to an actor whose class has a coroutine, and runs all methods on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next = 0
+        self._turns: dict[int, asyncio.Future[None]] = {}
+
+    async def run_in_turn(self, method: str, parcel: Pickled | None, answer: bool, number: int) -> Any:
+        """The same on an event loop, where Ray begins calls in any order: call `number` begins after number - 1."""
+        if number != self._next:
+            turn = self._turns[number] = asyncio.get_running_loop().create_future()
+            await turn
+        self._next = number + 1
+        if following := self._turns.pop(self._next, None):
+            following.set_result(None)  # resumes it when this call waits for something, or has ended
+        call = self._unpacked(method, parcel)
+        return sent(await run_coroutine(self, call[0], call[1], answer) if isinstance(call, tuple) else call)
+
+
 def has_coroutines(methods: Mapping[str, Callable[..., Any]]) -> bool:
     """Whether actors of a worker with these methods have an event loop."""
     return any(map(inspect.iscoroutinefunction, methods.values()))
@@ -130,7 +137,7 @@ def host_class(methods: Mapping[str, Callable[..., Any]]) -> type[RayHost]:
     in_turn = has_coroutines(methods)
 
     def of(method: str, answer: bool) -> Callable[..., Any]:
-        async def coroutine(self: RayHost, parcel: Pickled | None, number: int) -> Any:
+        async def coroutine(self: LoopHost, parcel: Pickled | None, number: int) -> Any:
             return await self.run_in_turn(method, parcel, answer, number)
 
         def call(self: RayHost, parcel: Pickled | None = None) -> Any:
@@ -139,7 +146,7 @@ def host_class(methods: Mapping[str, Callable[..., Any]]) -> type[RayHost]:
         return coroutine if in_turn else call
 
     calls = {f"{kind}_{name}": of(name, kind == "ask") for name in methods for kind in ("ask", "tell")}
-    return type("RayHost", (RayHost,), calls)
+    return type("RayHost", (LoopHost if in_turn else RayHost,), calls)
 
 
 def fetch(handles: Sequence[Any]) -> list[Any]:
