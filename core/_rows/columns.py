@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -46,10 +47,13 @@ class Objects:
         """The form that crosses between processes."""
         if self._values is None:
             return self
-        from ray import cloudpickle
+        pickler: Any = pickle
+        with suppress(ImportError):  # without Ray all ranks are in this process, and find every class by its name
+            from ray import cloudpickle
 
+            pickler = cloudpickle
         try:
-            return Objects(None, [cloudpickle.dumps(self._values)])
+            return Objects(None, [pickler.dumps(self._values)])
         except Exception as error:  # pickling runs any object's own code
             raise Refused(
                 "an object column cannot be sent",

@@ -9,8 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
 
+from core.batch import objects
+from core.transport.local import LocalWorkerGroup
 from sdk.gpu.outline import STEPS
+from tests.support.workers import Echo
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,6 +47,13 @@ def failures(report: dict[str, object]) -> list[str]:
         found += [f"{note['name']}: {note['detail']}" for note in step["notes"] if note["outcome"] == "FAIL"]
         found += [f"{step['number']}: {step['message']}"] if step["message"] else []
     return found
+
+
+def test_a_group_in_the_drivers_process_answers_object_columns_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    batch = TensorDict({"x": torch.zeros(2), "reason": NonTensorStack("stop", "length")}, batch_size=[2])
+    with LocalWorkerGroup(Echo) as group:
+        assert objects(group.echo(batch).get("reason")) == ["stop", "length"]
 
 
 def test_steps_that_need_no_engine_run_without_ray(tmp_path: Path) -> None:
