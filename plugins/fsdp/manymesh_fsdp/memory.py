@@ -22,6 +22,7 @@ class Sizes:
         forward, backward: of full parameters that exist at once in a pass. In forward one layer computes, and the next
             one is gathered into one buffer and copied out of it; in backward the next one is gathered.
         outside: of embedding, head and last norm in the computation's dtype.
+        resident: of full parameters that stay from a forward pass on: these, and without reshard_after_forward all.
         layer: of one layer's gradient, and its copy for the reduction.
         waiting: of gradients of a step's micro-batches but the last, in `reduce_dtype`: of the whole model, and not
             sharded, since gradients cross ranks with the last one.
@@ -32,6 +33,7 @@ class Sizes:
     forward: int
     backward: int
     outside: int
+    resident: int
     layer: int
     waiting: int
     root: int
@@ -44,7 +46,7 @@ class Sizes:
         waiting = shape.num_parameters * reduced if num_micro_batches > 1 else 0
         # On one rank without mixed precision the model is plain, and its gradients are what they are.
         if world_size == 1 and {config.compute_dtype, config.reduce_dtype} <= {None, config.dtype}:
-            return cls(shard, 0, 0, 0, 0, waiting, 0)
+            return cls(shard, 0, 0, 0, 0, 0, waiting, 0)
         largest = max(layer.total for layer in shape.layers)
         every = sum(layer.total for layer in shape.layers)
         forward, backward = (3 * largest, 2 * largest) if config.reshard_after_forward else (every + largest, every)
@@ -54,6 +56,7 @@ class Sizes:
             forward=(outside + forward) * computed,
             backward=(outside + backward) * computed,
             outside=outside * computed,
+            resident=(outside + (0 if config.reshard_after_forward else every)) * computed,
             layer=largest * (computed + reduced),
             waiting=waiting,
             root=outside * (reduced + (max(computed, reduced) if waiting else computed)),
@@ -73,9 +76,12 @@ def memory(config: FsdpConfig, world_size: int, model: ModelFacts, load: Load) -
     one = PassMemory.of(shape, load.micro_batch_tokens, computed, recomputed=int(config.gradient_checkpointing))
     trained = sizes.shard if config.trainable else 0
     idle = Memory(Phase.IDLE, parameters=sizes.shard, gradients=trained, optimizer=2 * trained)
-    scoring = attrs.evolve(idle, phase=Phase.EVAL, parameters=sizes.shard + sizes.forward, activations=one.forward_only)
+    scoring = [
+        attrs.evolve(idle, phase=Phase.EVAL, parameters=sizes.shard + sizes.forward, activations=one.working),
+        attrs.evolve(idle, phase=Phase.EVAL, parameters=sizes.shard + sizes.resident, activations=one.logits),
+    ]
     exporting = attrs.evolve(idle, phase=Phase.EXPORT, activations=2 * shape.largest_tensor * size)
-    phases = [idle, _loading(idle, shape, size, load), scoring, exporting]
+    phases = [idle, _loading(idle, shape, size, load), max(scoring, key=lambda each: each.total), exporting]
     if config.trainable:
         phases.append(max(_training(idle, sizes, one), key=lambda each: each.total))
     return [_with_offload(config, each, load) for each in phases]
