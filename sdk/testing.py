@@ -118,16 +118,19 @@ class Worlds:
     """Pools by size, each started when it is first asked for: `worlds(4, function, *args)`. One a session is enough.
 
     Args:
+        alone_here: run functions for one rank in this process, which must have a world of one.
         timeout_s: see RankPool.
     """
 
-    def __init__(self, *, timeout_s: float = 120.0) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, *, alone_here: bool = False, timeout_s: float = 120.0) -> None:
+        self._alone_here, self._timeout_s = alone_here, timeout_s
         self._pools: dict[int, RankPool] = {}
 
     def __call__(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """The results of function(rank, world_size, *args, **kwargs) by rank. Raises as RankPool.run; the next call
         gets new ranks then."""
+        if world_size == 1 and self._alone_here:
+            return [function(0, 1, *args, **kwargs)]
         if world_size not in self._pools:
             self._pools[world_size] = RankPool(world_size, timeout_s=self._timeout_s)
         try:
