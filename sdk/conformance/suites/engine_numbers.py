@@ -145,9 +145,7 @@ class NumbersSuite(EngineSuite):
             assert before is not None
             assert after is not None
             for name in self.outputs():
-                assert_close(
-                    before[name][1], after[name][1], atol=self.bounds.atol, rtol=self.bounds.layout, what=name
-                )
+                assert_close(before[name][1], after[name][1], atol=self.bounds.atol, rtol=self.bounds.layout, what=name)
                 assert (before[name][0] - after[name][0]).abs().max() > 1e-2
 
     @offered(Capability.PACKED)
