@@ -94,7 +94,7 @@ def built(
     from manymesh_megatron.runtime import Runtime
     from manymesh_megatron.weights import MegatronWeights
 
-    config = MegatronConfig(model=path, trainable=False, **SIZES[sizes], **options)
+    config = MegatronConfig(model=path, trainable=False, **SIZES[sizes], **options).on("cpu")
     runtime, facts = Runtime.choose(config, "cpu"), ModelFacts.read(path)
     with runtime.scope():
         open_groups(user := _User(), config)
