@@ -73,7 +73,7 @@ def measured(rank: int, world_size: int, model: str, **options: Any) -> dict[str
     [
         (2, "qwen3", {"pipeline_parallel": 2}),
         *(
-            pytest.param(*case, marks=pytest.mark.ci)
+            pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 (1, "qwen3", {}),
                 (1, "qwen3", {"dtype": "bfloat16", "recompute": "full"}),
