@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from fsdp_steps import build
-from tensordict import TensorDict
 
 from core.loss import LossScale
 from core.manifest import ModelFacts
@@ -16,6 +14,7 @@ from core.memory import Load, Memory, Phase
 from manymesh_fsdp.config import FsdpConfig
 from manymesh_fsdp.memory import memory
 from sdk.peak_memory import peak_memory
+from sdk.reference import PolicyLoss, make_batch
 
 ROWS, TOKENS = 4, 128
 BOUND = 0.1  # of what is measured
@@ -30,27 +29,16 @@ SHAPE = {
 }
 
 
-class NextToken:
-    needs = frozenset({"log_probs", "entropy"})
-
-    def __call__(
-        self, outputs: Mapping[str, torch.Tensor], batch: TensorDict, scale: LossScale
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        return -(outputs["log_probs"] + outputs["entropy"]).sum() / scale.num_tokens, {}
-
-
 def measured(rank: int, world_size: int, model: str, num_micro: int, **options: Any) -> dict[str, int]:
     """Peak bytes of the second step and of a forward pass, and what is held between them."""
     engine = build(model, **options)
-    generator = torch.Generator().manual_seed(rank)
-    ids = torch.randint(3, SHAPE["vocab_size"], (ROWS, TOKENS), generator=generator)
-    batch = TensorDict({"input_ids": ids, "attention_mask": torch.ones_like(ids).bool()}, batch_size=[ROWS])
+    batch = make_batch((TOKENS,) * ROWS, seed=rank)
     scale = LossScale(num_tokens=ROWS * TOKENS, num_rows=ROWS)
 
     def train() -> None:
         with engine.train_mode():
             engine.optimizer_zero_grad()
-            engine.forward_backward([batch] * num_micro, NextToken(), scale)
+            engine.forward_backward([batch] * num_micro, PolicyLoss(), scale)
             engine.optimizer_step()
 
     def score() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from megatron_steps import engine_of
-from tensordict import TensorDict
 
 from core.loss import LossScale
 from core.manifest import ModelFacts
@@ -19,6 +17,7 @@ from manymesh_megatron.memory import Share, in_flight, memory
 from manymesh_megatron.offload import gradient_tensors, parameter_tensors, state_tensors
 from manymesh_megatron.plan import plan
 from sdk.peak_memory import peak_memory
+from sdk.reference import PolicyLoss, make_batch
 
 ROWS, TOKENS, NUM_MICRO = 4, 128, 4
 BOUND = 0.1  # of what is measured
@@ -34,27 +33,16 @@ SHAPE = {
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192}
 
 
-class NextToken:
-    needs = frozenset({"log_probs", "entropy"})
-
-    def __call__(
-        self, outputs: Mapping[str, torch.Tensor], batch: TensorDict, scale: LossScale
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        return -(outputs["log_probs"] + outputs["entropy"]).sum() / scale.num_tokens, {}
-
-
 def measured(rank: int, world_size: int, model: str, **options: Any) -> dict[str, int]:
     """Peak bytes of the second step, and what is held between steps."""
     with engine_of(model, **options) as engine:
-        generator = torch.Generator().manual_seed(engine.mesh.dp_rank)
-        ids = torch.randint(3, SHAPE["vocab_size"], (ROWS, TOKENS), generator=generator)
-        batch = TensorDict({"input_ids": ids, "attention_mask": torch.ones_like(ids).bool()}, batch_size=[ROWS])
+        batch = make_batch((TOKENS,) * ROWS, seed=engine.mesh.dp_rank)
         scale = LossScale(num_tokens=ROWS * TOKENS, num_rows=ROWS)
 
         def train() -> None:
             with engine.train_mode():
                 engine.optimizer_zero_grad()
-                engine.forward_backward([batch] * NUM_MICRO, NextToken(), scale)
+                engine.forward_backward([batch] * NUM_MICRO, PolicyLoss(), scale)
                 engine.optimizer_step()
 
         train()
