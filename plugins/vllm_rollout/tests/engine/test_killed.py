@@ -59,7 +59,7 @@ if __name__ == "__main__":
 class Owner:
     process: subprocess.Popen[str]
     children: list[psutil.Process]
-    lists: list[Any]
+    generations: list[Any]
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +70,8 @@ def owner(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            lists = [json.loads(line) for line in islice(_lists(process.stdout), 2)]
-            yield Owner(process, psutil.Process(process.pid).children(recursive=True), lists)
+            generations = [json.loads(line) for line in islice(_lists(process.stdout), 2)]
+            yield Owner(process, psutil.Process(process.pid).children(recursive=True), generations)
         finally:
             process.kill()
 
@@ -83,8 +83,8 @@ def _lists(lines: Iterator[str]) -> Iterator[str]:
 def test_a_replica_cut_over_two_processes_has_the_models_log_probs_before_and_after_an_update(
     owner: Owner, models: Models
 ) -> None:
-    assert len(owner.said) == 2
-    for rows, number in zip(owner.said, (1, 2), strict=True):
+    assert len(owner.generations) == 2
+    for rows, number in zip(owner.generations, (1, 2), strict=True):
         model: Any = AutoModelForCausalLM.from_pretrained(models.directory(number), dtype=torch.float32).eval()
         for (ids, log_probs), prompt in zip(rows, [prompt for prompt in PROMPTS for _ in range(2)], strict=True):
             assert ids[: len(prompt)] == prompt
