@@ -84,8 +84,13 @@ format: $(STAMP) ## let ruff mend what it can
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-types: $(STAMP) ## mypy, strict
+IGNORED := arg-type comparison-overlap func-returns-value no-any-return union-attr unreachable unused-ignore var-annotated
+LENIENT := --cache-dir .mypy_cache/plugins --allow-untyped-defs --allow-incomplete-defs $(IGNORED:%=--disable-error-code %)
+
+types: $(STAMP) ## mypy, strict; in the plugins' tests it looks for names that are not there
 	$(PY) -m mypy core manymesh sdk plugins/fsdp/manymesh_fsdp plugins/hf_rollout/manymesh_hf plugins/megatron/manymesh_megatron plugins/sglang_rollout/manymesh_sglang plugins/vllm_rollout/manymesh_vllm benchmarks tests examples scripts/backends.py scripts/reference.py
+	@for plugin in fsdp hf_rollout megatron sglang_rollout vllm_rollout; do MYPYPATH=plugins/$$plugin/tests \
+	  $(PY) -m mypy $(LENIENT) --exclude standins plugins/$$plugin/tests || exit 1; done
 
 docs: $(STAMP) ## write docs/reference.md and docs/backends.md again, from docstrings and manifests
 	@$(PY) -m scripts.reference

@@ -29,9 +29,9 @@ def qwen3(model_dir: Callable[..., str]) -> str:
 @contextmanager
 def held_back(full_rank: int | None = None) -> Iterator[threading.Event]:
     """Files are written once the event is set; on `full_rank` they cannot be."""
-    from manymesh_megatron import checkpoint
+    from manymesh_megatron import checkpoint, storage
 
-    write, ready = checkpoint.write_shards, threading.Event()
+    write, ready = storage.write_shards, threading.Event()
 
     def later(directory: Path, shards: Any, rank: int) -> Any:
         assert ready.wait(60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import attrs
 import pytest
@@ -45,8 +46,9 @@ def test_a_stream_that_is_closed_ends_its_request(server: VllmServerRollout) -> 
         stream = server.submit([9], LONG)
         await read_until(stream, 1)
         await stream.aclose()  # type: ignore[attr-defined]
-        assert server._engine is not None
-        return server._engine.llm.output_processor.get_num_unfinished_requests()
+        engine: Any = server._engine
+        unfinished: int = engine.llm.output_processor.get_num_unfinished_requests()
+        return unfinished
 
     assert asyncio.run(go()) == 0
 
