@@ -65,7 +65,7 @@ def on_rank(
     from manymesh_megatron.config import MegatronConfig
     from manymesh_megatron.engine import MegatronEngine
 
-    config = MegatronConfig(model, optimizer=OPTIMIZER, **sizes)
+    config = MegatronConfig(model, optimizer=OPTIMIZER, **sizes).on("cpu")
     engine = MegatronEngine(config, "cpu")
     engine.initialize()
     generator = torch.Generator().manual_seed(0)
