@@ -1,4 +1,4 @@
-"""Benchmarks that run: each has both sides and an interval. What they measure is for `make bench`, on a quiet machine."""
+"""Benchmarks that run: each has both sides and an interval. Their figures are for `make bench`, on a quiet machine."""
 
 from __future__ import annotations
 
