@@ -8,9 +8,9 @@ from top to bottom; it begins with `self._check_pass(...)`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -178,7 +178,7 @@ class EngineBase(ABC, Generic[S]):
         return needs
 
 
-Part = Literal["model", "optimizer"]
+Part = Literal["model", "optimizer", "grad"]
 
 
 class OffloadEngineBase(EngineBase[S]):
@@ -189,30 +189,35 @@ class OffloadEngineBase(EngineBase[S]):
         parameters, optimizer: whether these are on CPU outside of the modes that need them.
     """
 
+    _keeps_gradients_apart: ClassVar[bool] = False  # in memory of their own: they move, and are away, by themselves
+
     def __init__(
         self, mesh: RankMesh, limits: Limits, inputs: Collection[str] = (), *, parameters: bool, optimizer: bool
     ) -> None:
         super().__init__(mesh, limits, inputs)
-        self._offloads: dict[Part, bool] = {"model": parameters, "optimizer": optimizer}
+        self._offloads: dict[Part, bool] = {"model": parameters, "optimizer": optimizer, "grad": parameters}
         self._away: set[Part] = set()
 
     def _hold(self, state: S) -> None:
         """Begin with what `initialize` has built on the device, and send away what the options say."""
         self._state = state
         self._away.clear()
-        self.to("cpu", model=self._offloads["model"], optimizer=self._offloads["optimizer"], grad=True)
+        self._send_away(self._offloads)
 
     @contextmanager
     def _mode(self, *, training: bool) -> Iterator[None]:
         # Load what is away, and send away again only that: a mode within a mode changes nothing for the outer one.
-        model, optimizer = "model" in self._away, training and "optimizer" in self._away
-        self.to("device", model=model, optimizer=optimizer, grad=model)
+        need: dict[Part, bool] = {"model": True, "optimizer": training, "grad": training}
+        loaded = {part: wanted and part in self._away for part, wanted in need.items()}
+        self.to("device", model=loaded["model"], optimizer=loaded["optimizer"], grad=loaded["grad"])
         try:
             with super()._mode(training=training):
                 yield
         finally:
-            model, optimizer = model and self._offloads["model"], optimizer and self._offloads["optimizer"]
-            self.to("cpu", model=model, optimizer=optimizer, grad=True)
+            self._send_away({part: was_loaded and self._offloads[part] for part, was_loaded in loaded.items()})
+
+    def _send_away(self, parts: Mapping[Part, bool]) -> None:
+        self.to("cpu", model=parts["model"], optimizer=parts["optimizer"], grad=parts["grad"])
 
     def optimizer_step(self) -> StepInfo:
         """Collective. Raises Refused without gradients, or while parameters or optimizer state are on CPU."""
@@ -221,11 +226,14 @@ class OffloadEngineBase(EngineBase[S]):
         return super().optimizer_step()
 
     def to(self, device: Literal["cpu", "device"], *, model: bool, optimizer: bool, grad: bool) -> None:
-        """Move parameters and buffers, and optimizer state. Gradients go with the parameters, whatever `grad` says."""
-        state = self._ready()
+        """Move parameters and buffers, optimizer state, and gradients where the engine keeps them apart. Else gradients
+        go with the parameters, whatever `grad` says."""
+        trainable = self._ready().optimizer is not None
         parts: list[Part] = ["model"] if model else []
-        if optimizer and state.optimizer is not None:
+        if optimizer and trainable:
             parts.append("optimizer")
+        if grad and trainable and self._keeps_gradients_apart:
+            parts.append("grad")
         parts = [part for part in parts if (part in self._away) == (device == "device")]
         for part in parts:
             self._move(part, device)

@@ -129,7 +129,7 @@ class MegatronConfig(EngineConfig):
     moe_dispatcher: Literal["alltoall", "allgather"] = "alltoall"  # the collective by which tokens reach experts
     packing: bool | None = None  # run rows without padding; None: padded
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"  # whose layers; "auto": the machine's best
-    offload_parameters: bool = False  # parameters and gradients on CPU outside of train_mode and eval_mode
+    offload_parameters: bool = False  # parameters on CPU outside of the modes, gradients nowhere outside of train_mode
     offload_optimizer: bool = False  # optimizer state on CPU outside of train_mode
     async_checkpoint: bool = False  # write checkpoints while training goes on
     overlap_p2p: bool | None = None  # of stages' sends with compute; None: on with virtual stages

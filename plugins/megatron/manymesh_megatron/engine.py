@@ -58,6 +58,8 @@ class MegatronEngine(OffloadEngineBase[MegatronState]):
             Megatron engine of this process has another layout.
     """
 
+    _keeps_gradients_apart = True  # in the flat buffers of megatron's DDP, which only training needs
+
     def __init__(self, config: MegatronConfig, device: str | None = None, *, model_type: str | None = None) -> None:
         require_world()
         self._runtime, self._value_head = Runtime.choose(config, device), model_type == "value_model"
@@ -75,7 +77,7 @@ class MegatronEngine(OffloadEngineBase[MegatronState]):
             open_groups(self, config)
         mesh = RankMesh(layout_plan.layout, dist.get_rank(), layout_plan.route, group_along)
         super().__init__(mesh, limits, parameters=config.offload_parameters, optimizer=config.offload_optimizer)
-        self._parked: dict[Part, list[Parked]] = {}
+        self._parked: dict[Part, Parked] = {}
         self._one_shape = config.moe_dispatcher == "allgather" and self._mesh.dp_size > 1
         self._checkpointer = Checkpointer(config, self._model, self._runtime, self._mesh)
 
@@ -147,10 +149,12 @@ class MegatronEngine(OffloadEngineBase[MegatronState]):
 
         Raises:
             Refused: an output that the engine doesn't have, a batch that isn't padded or not to a legal width, a number
-                of micro-batches that the schedule cannot run, weights that are on CPU, or training without a loss, or
-                of an engine that is not trainable.
+                of micro-batches that the schedule cannot run, weights or, in training, gradients that are on CPU, or
+                training without a loss, or of an engine that is not trainable.
         """
         needs = self._check_pass(micro_batches, loss_fn, outputs, temperature=temperature, forward_only=forward_only)
+        if not forward_only:
+            self._check_on_device("grad")
         state = self._ready()
         check_shapes(self._limits, micro_batches)
         step = Step(
@@ -182,8 +186,8 @@ class MegatronEngine(OffloadEngineBase[MegatronState]):
         optimizer = self._training()
         state = self._ready()
         state.has_gradients = False
-        if "model" in self._away:
-            return  # gradients come back as zeros
+        if "grad" in self._away:
+            return  # they come back as zeros
         with self._runtime.scope():
             for chunk in state.chunks:
                 chunk.zero_grad_buffer()
@@ -193,7 +197,7 @@ class MegatronEngine(OffloadEngineBase[MegatronState]):
         """Collective. Raises Refused, with no step taken, without gradients, while parameters or optimizer state are
         on CPU, or where a checkpoint could not be written in the background; that one is given up then."""
         optimizer = self._training()
-        self._check_on_device("model", "optimizer")
+        self._check_on_device("model", "optimizer", "grad")
         if not self._ready().has_gradients:
             raise Refused("there is no gradient to step with", mend="call forward_backward between zero_grad and step")
         self._checkpointer.poll()
@@ -230,18 +234,17 @@ class MegatronEngine(OffloadEngineBase[MegatronState]):
                         state.optimizer.take_weights()
 
     def _move(self, part: Part, device: Literal["cpu", "device"]) -> None:
-        """Gradients are not kept on the way to the CPU: they come back as zeros, with the parameters."""
+        """Gradients are not kept on the way to the CPU: they come back as zeros."""
         state = self._ready()
         if device == "device":
-            for memory in self._parked.pop(part):
-                memory.restore()
+            self._parked.pop(part).restore()
         elif part == "model":
-            self._parked[part] = [Parked(parameter_tensors(state.models))]
-            if state.optimizer is not None:
-                self._parked[part].append(Parked(gradient_tensors(state.chunks), keep=False))
-                state.has_gradients = False
+            self._parked[part] = Parked(parameter_tensors(state.models))
+        elif part == "grad":
+            self._parked[part] = Parked(gradient_tensors(state.chunks), keep=False)
+            state.has_gradients = False
         elif state.optimizer is not None:
-            self._parked[part] = [Parked(state_tensors(state.optimizer))]
+            self._parked[part] = Parked(state_tensors(state.optimizer))
 
     def _free_cache(self) -> None:
         self._runtime.free_cache()
@@ -277,12 +280,12 @@ class MegatronEngine(OffloadEngineBase[MegatronState]):
         """Parameters, whole, and optimizer state on the device; what was away is sent away again."""
         state = self._ready()
         model, optimizer = "model" in self._away, "optimizer" in self._away
-        self.to("device", model=model, optimizer=optimizer, grad=model)
+        self.to("device", model=model, optimizer=optimizer, grad=False)
         try:
             with self.eval_mode():
                 yield state
         finally:
-            self.to("cpu", model=model, optimizer=optimizer, grad=model)
+            self.to("cpu", model=model, optimizer=optimizer, grad=False)
 
     def shutdown(self) -> None:
         """Drop model and optimizer, and megatron's groups with the last engine. The process group is the worker's.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import attrs
 
@@ -52,8 +52,7 @@ class Share:
 def memory(config: MegatronConfig, world_size: int, model: ModelFacts, load: Load) -> Sequence[Memory]:
     """By phase, of the rank `load.rank`: stages differ.
 
-    Gradients are one flat fp32 buffer, which stays; with `offload_parameters` it is away between the modes, and back in
-    evaluation too. Experts are taken to get equal numbers of tokens.
+    Gradients are one flat fp32 buffer, which stays; with `offload_parameters` it is there in training only. Experts are taken to get equal numbers of tokens.
 
     Raises:
         Refused: as the planner; see DecoderShape.of too.
@@ -118,16 +117,14 @@ def _with_offload(config: MegatronConfig, memory: Memory, load: Load) -> Memory:
     if load.device == "cpu":
         return memory
     away = 0
-    parts: Mapping[Phase, tuple[bool, bool]] = {
-        Phase.IDLE: (config.offload_parameters, config.offload_optimizer),
-        Phase.EVAL: (False, config.offload_optimizer),
-        Phase.EXPORT: (False, config.offload_optimizer),
-    }
-    model, optimizer = parts.get(memory.phase, (False, False))
-    if optimizer:
+    if memory.phase not in (Phase.IDLE, Phase.EVAL, Phase.EXPORT):
+        return memory
+    if config.offload_optimizer:
         away += memory.optimizer
         memory = attrs.evolve(memory, optimizer=0)
-    if model:
-        away += memory.parameters
-        memory = attrs.evolve(memory, parameters=0, gradients=0)
+    if config.offload_parameters:
+        memory = attrs.evolve(memory, gradients=0)
+        if memory.phase == Phase.IDLE:
+            away += memory.parameters
+            memory = attrs.evolve(memory, parameters=0)
     return attrs.evolve(memory, host=away)

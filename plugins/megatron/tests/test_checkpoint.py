@@ -251,7 +251,7 @@ def test_an_offloaded_engine_is_loaded_for_the_time(on, qwen3, tmp_path) -> None
             assert differing(checkpoint_tensors(paths[1]), checkpoint_tensors(paths[0])) == []
             step(engine, BATCHES[3], 2)
             engine.load_checkpoint(paths[0])
-            assert engine._away == {"model", "optimizer"}
+            assert engine._away == {"model", "optimizer", "grad"}
             step(engine, BATCHES[1], 2)
             assert differing(weights(engine), want) == []
 

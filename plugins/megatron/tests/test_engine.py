@@ -18,6 +18,7 @@ from core.engine import Engine
 from core.errors import ConfigError, Refused
 from manymesh_megatron.config import MegatronConfig
 from manymesh_megatron.engine import MegatronEngine
+from manymesh_megatron.offload import gradient_tensors
 from sdk.reference import BOTH, TEMPERATURE, PolicyLoss, make_batch, movement_error, scale_of
 
 
@@ -165,9 +166,19 @@ def test_training_with_offloads_between_phases_is_the_same(on, qwen3, configured
                 with pytest.raises(Refused, match="on CPU"):
                     engine.forward_backward([batch], None, scale_of(batch), forward_only=True, outputs=BOTH)
                 assert all(not each.untyped_storage().nbytes() for each in engine._ready().models[0].parameters())
-                away = weights(engine)
+                away = {}
+                for name, tensor in engine.export_weights():
+                    away[name] = tensor
+                    assert not gradient_bytes(engine)
                 assert all(torch.equal(each, away[name]) for name, each in weights(resident).items())
+                with engine.eval_mode():
+                    assert not gradient_bytes(engine)
+                with engine.train_mode():
+                    assert gradient_bytes(engine) == gradient_bytes(resident) > 0
                 if not configured:
+                    engine.to("cpu", model=False, optimizer=False, grad=True)
+                    with pytest.raises(Refused, match="grad is on CPU"):
+                        engine.forward_backward([batch], PolicyLoss(), scale_of(batch))
                     engine.to("device", model=True, optimizer=True, grad=True)
                 with engine.eval_mode():  # a mode within a mode does not send away what the outer one needs
                     ours, theirs = infer(engine, batch), infer(resident, batch)
@@ -177,6 +188,10 @@ def test_training_with_offloads_between_phases_is_the_same(on, qwen3, configured
                 assert step(engine, batch) == step(resident, batch)
 
     on(2, job)
+
+
+def gradient_bytes(engine: MegatronEngine) -> int:
+    return sum(each.untyped_storage().nbytes() for each in gradient_tensors(engine._ready().chunks))
 
 
 def test_bf16_trains_on_fp32_copies(on, qwen3) -> None:

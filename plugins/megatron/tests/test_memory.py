@@ -131,9 +131,10 @@ def test_masters_are_in_fp32_where_the_model_is_not_and_shared_over_data_paralle
     assert phases(model, dtype="float32")[Phase.IDLE].optimizer == pytest.approx(num, rel=1e-5)
 
 
-def test_gradients_come_back_with_offloaded_parameters_and_are_never_on_the_host(model_dir) -> None:
+def test_gradients_come_back_for_training_alone_and_are_never_on_the_host(model_dir) -> None:
     model = model_dir("qwen3", **SHAPE)
     stays, goes = phases(model), phases(model, offload_parameters=True, offload_optimizer=True)
     assert goes[Phase.IDLE].total == 0
     assert goes[Phase.IDLE].host == stays[Phase.IDLE].total - stays[Phase.IDLE].gradients
-    assert goes[Phase.EVAL].gradients == stays[Phase.EVAL].gradients > 0
+    assert goes[Phase.EVAL].gradients == goes[Phase.EXPORT].gradients == 0
+    assert goes[Phase.TRAIN].gradients == stays[Phase.EVAL].gradients > 0
