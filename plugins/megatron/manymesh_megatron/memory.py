@@ -52,7 +52,8 @@ class Share:
 def memory(config: MegatronConfig, world_size: int, model: ModelFacts, load: Load) -> Sequence[Memory]:
     """By phase, of the rank `load.rank`: stages differ.
 
-    Gradients are one flat fp32 buffer, which stays; with `offload_parameters` it is there in training only. Experts are taken to get equal numbers of tokens.
+    Gradients are one flat fp32 buffer, which stays; with `offload_parameters` it is there in training only. Experts are
+    taken to get equal numbers of tokens.
 
     Raises:
         Refused: as the planner; see DecoderShape.of too.
