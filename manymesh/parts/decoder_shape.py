@@ -169,3 +169,10 @@ class DecoderShape:
         if layer.width:
             return num_bytes * widths * layer.width
         return num_bytes * self.experts_per_token * (hiddens * self.hidden + widths * self.expert_width)
+
+
+def can_shard_heads(model: ModelFacts | None, size: int) -> bool:
+    """Whether a rollout's engine can shard attention over `size` devices: query heads evenly, KV heads evenly or each
+    held by several. True where the model doesn't say its heads."""
+    heads, kv_heads = (model.num_heads, model.num_kv_heads) if model is not None else (None, None)
+    return (heads is None or heads % size == 0) and (kv_heads is None or kv_heads % size == 0 or size % kv_heads == 0)

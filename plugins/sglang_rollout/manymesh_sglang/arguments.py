@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,13 +14,20 @@ from manymesh_sglang.config import CPU_KV_TOKENS, SPARE, SglangRolloutConfig, co
 from manymesh_sglang.sampler_protocol import SWITCH
 
 GIB = 2**30
+BINDING = "SGLANG_CPU_OMP_THREADS_BIND"  # by itself SGLang wants a node of memory for each process
 
 
 def arguments(
     config: SglangRolloutConfig, facts: ModelFacts, device: torch.device, *, has_tokenizer: bool
 ) -> dict[str, Any]:
-    """Keywords of SGLang's ServerArgs. Raises Refused where less of the GPU is free than the rollout shall have."""
+    """Keywords of SGLang's ServerArgs.
+
+    Raises:
+        Refused: less of the GPU is free than the rollout shall have, or this process sees too few of them.
+    """
     on_cpu = device.type == "cpu"
+    if config.tensor_parallel > 1 and not on_cpu:
+        check_devices(config.tensor_parallel, device.index or 0, torch.cuda.device_count())
     length = context(config, facts)
     options: dict[str, Any] = {
         "model_path": facts.path,
@@ -26,7 +35,7 @@ def arguments(
         "random_seed": config.seed,
         "device": device.type,
         "base_gpu_id": device.index or 0,
-        "tp_size": 1,
+        "tp_size": config.tensor_parallel,
         "context_length": length + SPARE,
         "max_running_requests": config.max_num_seqs,
         "max_total_tokens": config.kv_cache_tokens,
@@ -79,12 +88,33 @@ def share_of_free(share: float, free: int, total: int) -> float:
     return share * total / free
 
 
-def environment(device: torch.device) -> dict[str, str]:
+def check_devices(tensor_parallel: int, first: int, num_visible: int) -> None:
+    """SGLang gives its processes neighbouring devices. Raises Refused where there are not as many from `first` on."""
+    if first + tensor_parallel > num_visible:
+        raise Refused(
+            "SGLang's processes have a GPU each, and are on the node of their rank",
+            have=f"{num_visible} GPUs that this process sees, of which this rank's first is number {first}",
+            want=f"tensor_parallel {tensor_parallel} of them",
+            mend="give its pool as many gpus_per_process",
+        )
+
+
+def environment(device: torch.device, tensor_parallel: int = 1) -> dict[str, str]:
     """Variables that SGLang's processes need."""
     needed = {SWITCH: "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # for SPARE; no token stands there
     if device.type == "cpu":
         needed["SGLANG_USE_CPU_ENGINE"] = "1"
+        if tensor_parallel > 1 and BINDING not in os.environ:
+            needed[BINDING] = "|".join(shares_of_cores(sorted(os.sched_getaffinity(0)), tensor_parallel))
     return needed
+
+
+def shares_of_cores(cores: Sequence[int], num_processes: int) -> list[str]:
+    """Each process's cores, as "0,1": neighbours, and as many for each; where there are fewer cores than processes,
+    some share one."""
+    size = max(len(cores) // num_processes, 1)
+    starts = [number * size % len(cores) for number in range(num_processes)]
+    return [",".join(map(str, cores[start : start + size])) for start in starts]
 
 
 def died(explanation: str = "") -> ManymeshError:

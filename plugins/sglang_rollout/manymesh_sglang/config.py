@@ -50,7 +50,8 @@ class SglangRolloutConfig(RolloutConfig):
     """Rollout with SGLang's Engine, held by the worker's own process.
 
     Attributes:
-        tensor_parallel: 1: an engine has this rank's device alone.
+        tensor_parallel: processes of SGLang's own that hold one copy of the model together, with a GPU each, beside each
+            rank: its pool has as many gpus_per_process. Of servers in `addresses`, what they were started with.
         max_model_len: tokens of prompt and response together; None for the model's own context.
         max_num_seqs: rows that run at once; the others wait.
         kv_cache_tokens: size of the KV cache; None for what gpu_memory_utilization leaves, and for 16384 on CPU (or a
@@ -103,7 +104,9 @@ class SglangServerConfig(SglangRolloutConfig):
 
     Attributes:
         weights: how weights reach the server: "distributed", by a collective of this process and the server's;
-            "tensor", in shared memory, on one host; "disk", by a checkpoint in `weights_dir`.
+            "tensor", in memory of this host or GPU that both open; "disk", by a checkpoint in `weights_dir`. None for
+            "tensor" to a server of the worker's own on CUDA, where a collective would pass through the host, and
+            "distributed" elsewhere.
         weights_dir: for "disk": a directory that the server sees too; None for a temporary one of this host.
         port: of the server on loopback; 0 for one of the system's choice.
         addresses: "host:port" of running servers, one a rank. None is started then, and none is ended. They must have
@@ -112,7 +115,7 @@ class SglangServerConfig(SglangRolloutConfig):
         host: by which the servers of `addresses` reach this process, for "distributed".
     """
 
-    weights: Literal["distributed", "tensor", "disk"] = "distributed"
+    weights: Literal["distributed", "tensor", "disk"] | None = None
     weights_dir: str | None = None
     port: int = 0
     addresses: tuple[str, ...] = ()
@@ -139,6 +142,12 @@ class SglangServerConfig(SglangRolloutConfig):
             raise ConfigError(
                 "weights by disk want a directory that the server sees too", where="weights_dir", mend="set weights_dir"
             )
+
+    def upload(self, device: str) -> Literal["distributed", "tensor", "disk"]:
+        """How weights reach the server of a rank on this type of device."""
+        if self.weights is not None:
+            return self.weights
+        return "tensor" if device == "cuda" and not self.addresses else "distributed"
 
 
 def context(config: SglangRolloutConfig, model: ModelFacts) -> int:

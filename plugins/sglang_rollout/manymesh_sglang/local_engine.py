@@ -43,8 +43,8 @@ class LocalEngine:
         self, config: SglangRolloutConfig, facts: ModelFacts, device: torch.device, *, has_tokenizer: bool
     ) -> None:
         options = arguments(config, facts, device, has_tokenizer=has_tokenizer)
-        self._timeout_s, self._device = config.update_timeout_s, device
-        with environment_of(environment(device)), _signals_kept():
+        self._timeout_s, self._num_receivers = config.update_timeout_s, config.tensor_parallel
+        with environment_of(environment(device, config.tensor_parallel)), _signals_kept():
             from sglang.srt.entrypoints.engine import Engine
 
             before = set(multiprocessing.active_children())
@@ -68,7 +68,7 @@ class LocalEngine:
             atexit.register(self._end_processes)  # else Python would wait for them
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGQUIT, _ignore)  # a scheduler that fails sends it; `_run` sees that it is gone
-        [info] = self.engine._scheduler_init_result.scheduler_infos
+        info = self.engine._scheduler_init_result.scheduler_infos[0]
         self.max_tokens = int(info["max_total_num_tokens"]) - SPARE
         check_probe(self.generate([[1]], [PROBE])[0], "this process's engine")
 
@@ -111,7 +111,9 @@ class LocalEngine:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[serialized(bucket)], load_format="flattened_bucket", flush_cache=False
+            serialized_named_tensors=serialized(bucket, self._num_receivers),
+            load_format="flattened_bucket",
+            flush_cache=False,
         )
         self._checked("update_weights_from_tensor", self._manager.update_weights_from_tensor(request, None))
 
@@ -192,8 +194,9 @@ class LocalEngine:
             each.join()
 
 
-def serialized(bucket: Sequence[tuple[str, torch.Tensor]]) -> bytes:
-    """A pickle of handles to shared memory that holds the bucket's bytes."""
+def serialized(bucket: Sequence[tuple[str, torch.Tensor]], num_receivers: int) -> list[bytes]:
+    """For each receiver a pickle of handles to the shared memory that holds the bucket's bytes: a handle is opened
+    once."""
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
@@ -203,8 +206,8 @@ def serialized(bucket: Sequence[tuple[str, torch.Tensor]]) -> bytes:
         size = tensor.numel() * tensor.dtype.itemsize
         metadata.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, at, at + size, size))
         at += size
-    data: bytes = MultiprocessingSerializer.serialize({"flattened_tensor": flat, "metadata": metadata})
-    return data
+    content = {"flattened_tensor": flat, "metadata": metadata}
+    return [MultiprocessingSerializer.serialize(content) for _ in range(num_receivers)]
 
 
 def not_updated(what: str, message: object) -> ManymeshError:

@@ -28,14 +28,15 @@ from manymesh_sglang.sampling import Answer
 class SglangRollout(BaseReleasingRollout):
     """`core.rollout.ScoringRollout` over SGLang, whose engine this process holds.
 
-    Releases memory on CUDA with sleep_mode. Each rank has an engine of its own; nothing here is collective.
+    Releases memory on CUDA with sleep_mode. Each rank has an engine of its own, with one process for each of
+    `tensor_parallel` devices; nothing here is collective.
 
     Args:
         config: options; `config.model` is the directory to load.
         device: "cpu", "cuda" or None for what the machine has.
 
     Raises:
-        Refused: tensor_parallel is not 1.
+        Refused: the world has no rank.
     """
 
     _config: SglangRolloutConfig

@@ -5,8 +5,9 @@ SGLang finds `register` by its entry point in every process.
 
 from __future__ import annotations
 
+import hashlib
 import os
-import secrets
+from itertools import count
 from typing import Any
 
 from manymesh_sglang.sampler_protocol import KIND, KINDS, SCORE, SEED_BITS, SWITCH
@@ -168,9 +169,21 @@ def _stream(req: Any) -> int:
     """Seed and kind in an int64 that SGLang carries along as a batch's rows come and go."""
     seed = req.sampling_params.sampling_seed
     if seed is None:
-        seed = secrets.randbits(SEED_BITS)
+        seed = _fresh_seed(req.rid)
     kind = KINDS.index(_kind(req) or "temperature")
     return int(seed % 2**SEED_BITS) << 2 | kind
+
+
+_numbers = count()  # of requests without a seed
+
+
+def _fresh_seed(request_id: str) -> int:
+    """One that the processes which hold a model together agree on: they see the same requests in the same order.
+
+    SGLang makes up the ids of requests that have none. A client that uses an id again gets other tokens.
+    """
+    digest = hashlib.blake2b(f"{next(_numbers)} {request_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) % 2**SEED_BITS
 
 
 def _prepare_min_new_tokens(penalizer: Any) -> None:
@@ -185,10 +198,11 @@ def _prepare_min_new_tokens(penalizer: Any) -> None:
     penalizer.len_output_tokens = torch.tensor(
         [[len(req.output_ids)] for req in reqs], dtype=torch.int32, device=device
     )
-    stops = torch.zeros((len(reqs), orchestrator.vocab_size), dtype=torch.float32)
-    for row, req in enumerate(reqs):
-        stops[row, sorted(_ends(req, orchestrator.vocab_size))] = -torch.inf
-    penalizer.stop_token_penalties = stops.to(device)
+    at = [(row, token) for row, req in enumerate(reqs) for token in sorted(_ends(req, orchestrator.vocab_size))]
+    rows, tokens = torch.tensor(at, dtype=torch.int64).view(-1, 2).to(device).unbind(1)
+    stops = torch.zeros((len(reqs), orchestrator.vocab_size), dtype=torch.float32, device=device)
+    stops[rows, tokens] = -torch.inf  # only the stops' places cross to the device
+    penalizer.stop_token_penalties = stops
 
 
 def _ends(req: Any, vocab_size: int) -> set[int]:

@@ -36,7 +36,7 @@ class SglangServerRollout(ReleasingServerRollout):
         device: "cpu", "cuda" or None for what the machine has.
 
     Raises:
-        Refused: tensor_parallel is not 1, or there are not as many addresses as ranks.
+        Refused: there are not as many addresses as ranks.
     """
 
     _config: SglangServerConfig
@@ -64,7 +64,7 @@ class SglangServerRollout(ReleasingServerRollout):
 
     def _process(self, facts: ModelFacts, asking: Asking) -> ServerProcess:
         options = arguments(self._config, facts, self._device, has_tokenizer=asking.check.has_tokenizer)
-        return ServerProcess(options, environment(self._device), self._config.port)
+        return ServerProcess(options, environment(self._device, self._config.tensor_parallel), self._config.port)
 
     def _client(self, process: ServerProcess | None) -> HttpClient:
         if process is not None:
@@ -74,15 +74,17 @@ class SglangServerRollout(ReleasingServerRollout):
 
     def _upload(self, client: HttpClient, process: ServerProcess | None) -> WeightUpload:
         config = self._config
-        if config.weights == "disk":
+        upload = config.upload(self._device.type)
+        if upload == "disk":
             return DiskUpload(client, config.update_timeout_s, config.weights_dir)
-        if config.weights == "tensor":
-            return TensorUpload(client, config.update_timeout_s)
+        if upload == "tensor":
+            return TensorUpload(client, config.update_timeout_s, config.tensor_parallel)
         # A server of our own has this rank's device too, of which nccl would have one process alone.
         on_gpu = process is None and self._device.type == "cuda"
         return DistributedUpload(
             client,
             config.update_timeout_s,
+            num_receivers=config.tensor_parallel,
             host=config.host if process is None else LOOPBACK,
             backend="nccl" if on_gpu else "gloo",
             device=self._device if on_gpu else torch.device("cpu"),
@@ -97,6 +99,14 @@ class SglangServerRollout(ReleasingServerRollout):
                 mend="start it with --incremental-streaming-output",
             )
         if self._config.addresses:
+            tp, size = self._config.tensor_parallel, int(str(info.get("tp_size", 1)))
+            if size != tp:
+                raise Refused(
+                    "the server is cut over another number of processes",
+                    have=f"its tp_size {size}, tensor_parallel {tp}",
+                    where=client.address,
+                    mend=f"set tensor_parallel to {size}",
+                )
             context = info.get("context_length") or asking.context + SPARE
             asking = asking.within(int(str(context)) - SPARE)
         return asking.within(int(str(info["max_total_num_tokens"])) - SPARE)

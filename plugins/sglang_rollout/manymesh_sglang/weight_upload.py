@@ -91,15 +91,26 @@ class _Session:
 
 
 class DistributedUpload(_Session):
-    """Broadcasts of a group of two: this process, and the server's.
+    """Broadcasts of a group of this process and the server's, of which each has the whole of a bucket.
 
     Args:
+        num_receivers: processes of the server that hold the model together.
         host: by which the server reaches this process.
         backend: "gloo" or "nccl".
     """
 
-    def __init__(self, client: HttpClient, timeout_s: float, *, host: str, backend: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        client: HttpClient,
+        timeout_s: float,
+        *,
+        num_receivers: int = 1,
+        host: str,
+        backend: str,
+        device: torch.device,
+    ) -> None:
         super().__init__(client, timeout_s)
+        self._world_size = 1 + num_receivers
         self._host, self._backend, self._device = host, backend, device
         self._group: Any = None
         self._name = ""
@@ -110,7 +121,7 @@ class DistributedUpload(_Session):
         await super().begin()
 
     async def _meet(self) -> None:
-        """Both open the group at once: each waits for the other, and no longer than the deadline."""
+        """All open the group at once: each waits for the others, and no longer than the deadline."""
         self._name = f"manymesh-{secrets.token_hex(8)}"
         listener = socket.create_server((self._host, 0))
         port = listener.getsockname()[1]
@@ -118,7 +129,7 @@ class DistributedUpload(_Session):
         store = dist.TCPStore(
             self._host,
             port,
-            2,
+            self._world_size,
             is_master=True,
             wait_for_workers=False,
             timeout=timeout,
@@ -129,7 +140,7 @@ class DistributedUpload(_Session):
             "master_address": self._host,
             "master_port": port,
             "rank_offset": 1,
-            "world_size": 2,
+            "world_size": self._world_size,
             "group_name": self._name,
             "backend": self._backend,
         }
@@ -152,9 +163,9 @@ class DistributedUpload(_Session):
         """As SGLang does on its side, so that the keys in the store are the same."""
         prefixed, name = dist.PrefixStore(self._name, store), cast(Any, self._name)
         group, _ = distributed_c10d._new_process_group_helper(
-            2, 0, [], distributed_c10d.Backend(self._backend), prefixed, group_name=name, timeout=timeout
+            self._world_size, 0, [], distributed_c10d.Backend(self._backend), prefixed, group_name=name, timeout=timeout
         )
-        distributed_c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+        distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(self._world_size)}
         return group
 
     async def load(self, bucket: Bucket) -> None:
@@ -231,7 +242,15 @@ def _destroy(group: Any, sending: Any, timeout: timedelta) -> None:
 
 
 class TensorUpload(_Session):
-    """Handles to memory of this host, or of its GPU."""
+    """Handles to memory of this host, or of its GPU.
+
+    Args:
+        num_receivers: processes of the server that hold the model together.
+    """
+
+    def __init__(self, client: HttpClient, timeout_s: float, num_receivers: int = 1) -> None:
+        super().__init__(client, timeout_s)
+        self._num_receivers = num_receivers
 
     async def load(self, bucket: Bucket) -> None:
         from manymesh_sglang.local_engine import serialized
@@ -240,8 +259,8 @@ class TensorUpload(_Session):
         before = torch.multiprocessing.get_sharing_strategy()
         torch.multiprocessing.set_sharing_strategy("file_system")
         try:
-            data = base64.b64encode(serialized(bucket)).decode()
-            body = {"serialized_named_tensors": [data], "load_format": "flattened_bucket", "flush_cache": False}
+            data = [base64.b64encode(each).decode() for each in serialized(bucket, self._num_receivers)]
+            body = {"serialized_named_tensors": data, "load_format": "flattened_bucket", "flush_cache": False}
             await self._post("/update_weights_from_tensor", body)
         finally:
             torch.multiprocessing.set_sharing_strategy(before)

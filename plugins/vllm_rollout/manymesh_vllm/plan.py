@@ -7,6 +7,7 @@ import attrs
 from core.errors import Refused
 from core.manifest import ModelFacts, Plan
 from core.mesh import MeshLayout
+from manymesh.parts.decoder_shape import can_shard_heads
 from manymesh_vllm.config import VllmRolloutConfig
 
 TP = "infer_tp"
@@ -24,7 +25,7 @@ def plan(config: VllmRolloutConfig, world_size: int, model: ModelFacts | None) -
         raise Refused("a rollout needs a rank", have=f"world size {world_size}", want="at least 1")
     tp = config.tensor_parallel
     divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    legal = [size for size in divisors if _can_shard(model, size)]
+    legal = [size for size in divisors if can_shard_heads(model, size)]
     if tp not in legal:
         why = "doesn't divide the model's heads" if tp in divisors else f"doesn't divide the {world_size} ranks"
         heads = f", {model.num_heads} heads, {model.num_kv_heads} KV heads" if model is not None else ""
@@ -44,13 +45,7 @@ def server_plan(config: VllmRolloutConfig, world_size: int, model: ModelFacts | 
     Raises:
         Refused: tensor_parallel doesn't divide the model's heads.
     """
-    if not _can_shard(model, config.tensor_parallel):
+    if not can_shard_heads(model, config.tensor_parallel):
         plan(config, config.tensor_parallel, model)  # says which sizes do
     whole = plan(attrs.evolve(config, tensor_parallel=1), world_size, model)
     return attrs.evolve(whole, gpus_per_process=config.tensor_parallel)
-
-
-def _can_shard(model: ModelFacts | None, tp: int) -> bool:
-    """Whether vLLM can shard the model: query heads evenly, KV heads evenly or each held by several ranks."""
-    heads, kv_heads = (model.num_heads, model.num_kv_heads) if model is not None else (None, None)
-    return (heads is None or heads % tp == 0) and (kv_heads is None or kv_heads % tp == 0 or tp % kv_heads == 0)

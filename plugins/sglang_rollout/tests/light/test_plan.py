@@ -9,7 +9,7 @@ import pytest
 
 from core.config import structure
 from core.errors import ConfigError, Refused
-from core.manifest import Capability
+from core.manifest import Capability, ModelFacts
 from core.registry import EngineRegistry, Status
 from manymesh_sglang.config import SglangRolloutConfig, SglangServerConfig
 from manymesh_sglang.manifest import manymesh_manifests
@@ -37,12 +37,22 @@ def test_they_are_listed_with_what_they_lack_where_there_is_no_sglang(name: str)
     assert Capability.RELEASE not in manifest.capabilities
 
 
-def test_each_rank_has_an_engine_that_is_not_cut() -> None:
-    layout_plan = plan(SglangRolloutConfig("x"), 3, None)
+def facts(heads: int, kv_heads: int) -> ModelFacts:
+    return ModelFacts("x", "llama", {"num_attention_heads": heads, "num_key_value_heads": kv_heads})
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_each_rank_has_an_engine_with_as_many_gpus_as_processes_hold_its_model(tp: int) -> None:
+    layout_plan = plan(SglangRolloutConfig("x", tensor_parallel=tp), 3, facts(4, 2))
     layout_plan.route.check("rollout")
     assert layout_plan.route.collectors == (0, 1, 2)
-    with pytest.raises(Refused, match=r"not cut over ranks[\s\S]*tensor_parallel 2"):
-        plan(SglangRolloutConfig("x", tensor_parallel=2), 2, None)
+    assert layout_plan.gpus_per_process == tp
+    assert server_plan(SglangServerConfig("x", tensor_parallel=tp), 3, facts(4, 2)) == layout_plan
+
+
+def test_heads_that_cannot_be_dealt_and_worlds_without_ranks_are_refused() -> None:
+    with pytest.raises(Refused, match=r"tensor_parallel 3 doesn't divide[\s\S]*4 heads, 2 KV heads[\s\S]*1, 2, 4"):
+        plan(SglangRolloutConfig("x", tensor_parallel=3), 2, facts(4, 2))
     with pytest.raises(Refused, match="world size 0"):
         plan(SglangRolloutConfig("x"), 0, None)
 
@@ -50,6 +60,8 @@ def test_each_rank_has_an_engine_that_is_not_cut() -> None:
 def test_running_servers_are_one_a_rank() -> None:
     config = SglangServerConfig("x", addresses=("a:1", "b:2"))
     assert server_plan(config, 2, None).route.dp_ranks == (0, 1)
+    cut = SglangServerConfig("x", addresses=("a:1", "b:2"), tensor_parallel=4)
+    assert server_plan(cut, 2, None).gpus_per_process == 1  # the servers have GPUs of their own
     with pytest.raises(Refused, match=r"2 addresses, 3 ranks[\s\S]*pool of 2"):
         server_plan(config, 3, None)
 
