@@ -50,8 +50,8 @@ class SglangRolloutConfig(RolloutConfig):
     """Rollout with SGLang's Engine, held by the worker's own process.
 
     Attributes:
-        tensor_parallel: processes of SGLang's own, beside each rank, that hold its copy of the model together, with a GPU
-            each: the pool has as many gpus_per_process. Of servers in `addresses`, what they were started with.
+        tensor_parallel: processes of SGLang's own, beside each rank, that hold its copy of the model together, with a
+            GPU each: the pool has as many gpus_per_process. Of servers in `addresses`, what they were started with.
         max_model_len: tokens of prompt and response together; None for the model's own context.
         max_num_seqs: rows that run at once; the others wait.
         kv_cache_tokens: size of the KV cache; None for what gpu_memory_utilization leaves, and for 16384 on CPU (or a

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import attrs
 
@@ -11,6 +11,7 @@ from core.config import RolloutConfig
 from core.errors import ConfigError
 from core.model_facts import ModelFacts
 
+FORWARD_TOKENS = 8192  # of one forward pass, unless told otherwise
 CPU_KV_CACHE_MB = 512  # by itself vLLM would take most of a machine's memory
 
 # What the rollout says to vLLM itself, and which of our options says it.
@@ -25,7 +26,7 @@ OURS = {
     "skip_tokenizer_init": "",
     "generation_config": "",
     "logprobs_mode": "",
-    "enable_chunked_prefill": "",
+    "enable_chunked_prefill": "cut_prompts",
     "speculative_config": "",
     "enable_batch_sharded_sampling": "",
     "max_model_len": "max_model_len",
@@ -49,8 +50,10 @@ class VllmRolloutConfig(RolloutConfig):
         max_model_len: tokens of prompt and response together; None for the model's own context, which may be much: vLLM
             keeps room for a forward pass of as many.
         max_num_seqs: rows that run at once; the others wait.
-        max_num_batched_tokens: tokens of one forward pass, at least max_model_len, since prompts are not cut; None for
-            the larger of max_model_len and 8192.
+        max_num_batched_tokens: tokens of one forward pass; None for 8192. Where prompts are not cut, at least
+            max_model_len, and None for the larger of the two.
+        cut_prompts: a long prompt is computed in several forward passes (vLLM's chunked prefill). None for True on GPUs
+            and False on CPU, where vLLM's model runner draws a row's tokens from a generator that moves with each pass.
         gpu_memory_utilization: share of a GPU's memory for weights, activations and KV cache; the trainer has the rest.
         kv_cache_mb: size of the KV cache, MiB; None for what gpu_memory_utilization leaves, and for 512 on CPU.
         enable_prefix_caching: prompts that begin alike are computed once. Dropped at every weight update.
@@ -63,6 +66,7 @@ class VllmRolloutConfig(RolloutConfig):
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
+    cut_prompts: bool | None = None
     gpu_memory_utilization: float = 0.5
     kv_cache_mb: int | None = None
     enable_prefix_caching: bool = True
@@ -79,12 +83,8 @@ class VllmRolloutConfig(RolloutConfig):
             raise ConfigError(
                 "gpu_memory_utilization is a share", have=self.gpu_memory_utilization, want="above 0, at most 1"
             )
-        if self.max_model_len and self.max_num_batched_tokens and self.max_num_batched_tokens < self.max_model_len:
-            raise ConfigError(
-                "prompts are not cut, so that a forward pass must hold the longest",
-                have=f"max_num_batched_tokens {self.max_num_batched_tokens}, max_model_len {self.max_model_len}",
-                want=f"max_num_batched_tokens of at least {self.max_model_len}",
-            )
+        if self.cut_prompts is False and self.max_model_len:
+            _check_holds(self.max_num_batched_tokens, self.max_model_len)
         conflicts = sorted(set(self.vllm) & set(OURS))
         if conflicts:
             reasons = [
@@ -92,8 +92,49 @@ class VllmRolloutConfig(RolloutConfig):
             ]
             raise ConfigError("these arguments of vLLM are set elsewhere", have=", ".join(reasons), where="vllm")
 
+    def on(self, device: str) -> Self:
+        there = super().on(device)
+        return attrs.evolve(there, cut_prompts=device != "cpu") if there.cut_prompts is None else there
+
+
+@attrs.frozen
+class VllmServerConfig(VllmRolloutConfig):
+    """Rollout with vLLM in a process of its own beside each rank.
+
+    Attributes:
+        cut_prompts: False, on any device: which log-probabilities a request asks for is known to vLLM's first model
+            runner alone.
+    """
+
+    cut_prompts: bool | None = False
+
+    def __attrs_post_init__(self) -> None:
+        if self.cut_prompts is not False:
+            raise ConfigError("a server doesn't cut prompts", have=f"cut_prompts {self.cut_prompts}", want="false")
+        super().__attrs_post_init__()
+
 
 def forward_tokens(config: VllmRolloutConfig, model: ModelFacts) -> int:
-    """Tokens of one forward pass: at least a whole row, since prompts are not cut."""
-    context = config.max_model_len or model.get("max_position_embeddings") or 8192
-    return config.max_num_batched_tokens or max(context, 8192)
+    """Tokens of one forward pass, at least a whole row where prompts are not cut.
+
+    Args:
+        config: as it holds on its device (`on`).
+
+    Raises:
+        ConfigError: a pass of these options doesn't hold the longest prompt, which is not cut.
+    """
+    if config.cut_prompts:
+        return config.max_num_batched_tokens or FORWARD_TOKENS
+    context = config.max_model_len or model.get("max_position_embeddings") or FORWARD_TOKENS
+    _check_holds(config.max_num_batched_tokens, context)
+    return config.max_num_batched_tokens or max(context, FORWARD_TOKENS)
+
+
+def _check_holds(num_tokens: int | None, context: int) -> None:
+    if num_tokens is not None and num_tokens < context:
+        raise ConfigError(
+            "prompts are not cut, so that a forward pass must hold the longest",
+            have=f"max_num_batched_tokens {num_tokens}, context {context}",
+            want=f"max_num_batched_tokens of at least {context}",
+            mend="raise it, lower max_model_len, or set cut_prompts where the rollout allows it",
+        )

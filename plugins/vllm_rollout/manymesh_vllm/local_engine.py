@@ -63,6 +63,7 @@ class LocalEngine:
                     self.llm = LLM(**options, **executor)
             except (ValueError, NotImplementedError) as error:
                 raise cannot_run("vLLM", facts, error) from error
+        check_streams(self.llm.llm_engine.vllm_config)
         # Left alone, garbage collection would end torch.distributed's world.
         self._client = self.llm.llm_engine.engine_core
         self._client._finalizer.detach()
@@ -92,6 +93,9 @@ def arguments(
 ) -> dict[str, Any]:
     """What LLM is called with. Options of the config that are None are left to vLLM, where it does right."""
     on_cpu = device.type == "cpu"
+    # vLLM's own all-reduce addresses the GPUs of its tensor-parallel group by number, and ends in an IndexError where
+    # this process doesn't see them. NCCL's is slower when few rows decode.
+    hides_peers = not on_cpu and torch.cuda.device_count() < config.tensor_parallel
     kv_cache_mb = config.kv_cache_mb or (CPU_KV_CACHE_MB if on_cpu else None)
     return {
         "model": facts.path,
@@ -100,8 +104,7 @@ def arguments(
         "tensor_parallel_size": config.tensor_parallel,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
-        # A row's seed draws once a forward pass: one prompt in two passes would shift its stream.
-        "enable_chunked_prefill": False,
+        "enable_chunked_prefill": bool(config.cut_prompts),
         "max_num_batched_tokens": forward_tokens(config, facts),
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": kv_cache_mb * 2**20 if kv_cache_mb else None,
@@ -113,8 +116,23 @@ def arguments(
         "logprobs_mode": "raw_logprobs",
         "max_logprobs": -1,  # scores may ask for any number
         "disable_log_stats": True,
+        "disable_custom_all_reduce": hides_peers,
         **config.vllm,
     }
+
+
+def check_streams(vllm_config: Any) -> None:
+    """Raises Refused where prompts are cut and vLLM runs the model with its first runner.
+
+    That one draws a row's token from a generator once a forward pass, so that a prompt in two passes shifts the row's
+    stream. The second takes a token's noise from its seed and place alone (vllm/v1/worker/gpu/sample/gumbel.py).
+    """
+    if vllm_config.scheduler_config.enable_chunked_prefill and not vllm_config.use_v2_model_runner:
+        raise Refused(
+            "this vLLM cannot cut prompts and keep a stream of randomness for each row",
+            have="cut_prompts, and vLLM's first model runner",
+            mend="set cut_prompts to false, and max_model_len to what a forward pass can hold",
+        )
 
 
 def score_limits(model_config: Any) -> tuple[int, int]:

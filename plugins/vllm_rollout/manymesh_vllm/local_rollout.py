@@ -136,16 +136,19 @@ class VllmRollout(BaseReleasingRollout):
     def _randomness(
         self, sampling: SamplingParams, prompt_id: torch.Tensor, sample: torch.Tensor
     ) -> tuple[list[int] | None, AbstractContextManager[Any]]:
-        """Seeds by row, and a generator for the rest: vLLM draws from the process's in either case, as trainers do."""
+        """Seeds by row, and a generator for the rest: vLLM draws from the process's in either case, as trainers do.
+
+        Rows have seeds where the sampling has none: vLLM would draw them from numpy's generator, which it starts alike
+        on all ranks and after each restart.
+        """
         if not sampling.temperature:
             return None, nullcontext()
         fresh = [int.from_bytes(os.urandom(8))]
         randomness = _own_generator(fresh[0], self._device)
         seed = sampling.seed
-        if seed is None and self._mesh.layout.size(TP) == 1:
-            return None, randomness  # one generator for all rows is faster
         if seed is None:
-            dist.broadcast_object_list(fresh, group=self._mesh.group(TP), group_src=0)
+            if self._mesh.layout.size(TP) > 1:
+                dist.broadcast_object_list(fresh, group=self._mesh.group(TP), group_src=0)
             [seed] = fresh
         keys = row_keys(seed, prompt_id, sample)
         return (keys >> 1).tolist(), randomness  # vLLM wants them in an int64

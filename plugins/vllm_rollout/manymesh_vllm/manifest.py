@@ -31,7 +31,7 @@ def manymesh_manifests() -> list[Manifest]:
             kind="rollout",
             name="vllm_server",
             factory="manymesh_vllm.server_rollout:VllmServerRollout",
-            config="manymesh_vllm.config:VllmRolloutConfig",
+            config="manymesh_vllm.config:VllmServerConfig",
             planner="manymesh_vllm.plan:server_plan",
             memory="manymesh_vllm.memory_estimate:memory",
             capabilities={

@@ -8,7 +8,7 @@ from core.errors import Refused
 from core.manifest import ModelFacts, Plan
 from core.mesh import MeshLayout
 from manymesh.parts.decoder_shape import can_shard_heads
-from manymesh_vllm.config import VllmRolloutConfig
+from manymesh_vllm.config import VllmRolloutConfig, VllmServerConfig
 
 TP = "infer_tp"
 
@@ -38,7 +38,7 @@ def plan(config: VllmRolloutConfig, world_size: int, model: ModelFacts | None) -
     return Plan(layout, layout.route(("dp",), {TP: 0}))
 
 
-def server_plan(config: VllmRolloutConfig, world_size: int, model: ModelFacts | None) -> Plan:
+def server_plan(config: VllmServerConfig, world_size: int, model: ModelFacts | None) -> Plan:
     """Replicas that each have an engine of their own: one a rank, whose processes beside it hold the model together,
     with a GPU each.
 

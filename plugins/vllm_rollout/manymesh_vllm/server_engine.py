@@ -31,7 +31,7 @@ from manymesh.parts.rollout_checks import cannot_run, not_finite
 from manymesh.parts.scoring import RowScore
 from manymesh.parts.server_rows import by_version
 from manymesh_vllm import sampling as vllm_sampling
-from manymesh_vllm.config import VllmRolloutConfig
+from manymesh_vllm.config import VllmServerConfig
 from manymesh_vllm.engine_process import KIND, OWNER, ServerExtension
 from manymesh_vllm.local_engine import arguments, check_platform
 from manymesh_vllm.memory import sleep_steps
@@ -88,7 +88,7 @@ class VllmServerEngine:
 
     is_staged = False
 
-    def __init__(self, config: VllmRolloutConfig, facts: ModelFacts, device: torch.device) -> None:
+    def __init__(self, config: VllmServerConfig, facts: ModelFacts, device: torch.device) -> None:
         self.check = RequestCheck.of(facts.path)
         extension = f"{ServerExtension.__module__}.{ServerExtension.__name__}"
         options = arguments(config, facts, device, has_tokenizer=self.check.has_tokenizer)

@@ -16,7 +16,7 @@ from manymesh.parts.server_engine import ServerEngine
 from manymesh.parts.server_rollout import ReleasingServerRollout
 from manymesh.parts.world_mesh import world_mesh, world_size
 from manymesh_vllm import sampling as vllm_sampling
-from manymesh_vllm.config import VllmRolloutConfig
+from manymesh_vllm.config import VllmServerConfig
 from manymesh_vllm.local_engine import score_limits
 from manymesh_vllm.plan import server_plan
 from manymesh_vllm.server_engine import RowRequest, VllmServerEngine
@@ -32,9 +32,9 @@ class VllmServerRollout(ReleasingServerRollout):
         device: "cpu", "cuda" or None for what the machine has.
     """
 
-    _config: VllmRolloutConfig
+    _config: VllmServerConfig
 
-    def __init__(self, config: VllmRolloutConfig, device: str | None = None) -> None:
+    def __init__(self, config: VllmServerConfig, device: str | None = None) -> None:
         super().__init__(config, device, world_mesh(server_plan(config, world_size(), None)))
         self._vllm: VllmServerEngine | None = None
 

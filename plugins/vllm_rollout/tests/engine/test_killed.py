@@ -28,14 +28,14 @@ from tensordict import TensorDict
 from core.batch import jagged
 from core.engine import WeightSpec
 from core.rollout import SamplingParams
-from manymesh_vllm.config import VllmRolloutConfig
+from manymesh_vllm.config import VllmServerConfig
 from manymesh_vllm.server_rollout import VllmServerRollout
 
 if __name__ == "__main__":
     first, second, prompts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     options = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256, "kv_cache_mb": 16}
     # Nobody else holds it.
-    server = VllmServerRollout(VllmRolloutConfig(first, tensor_parallel=2, **options), device="cpu")
+    server = VllmServerRollout(VllmServerConfig(first, tensor_parallel=2, **options), device="cpu")
     server.initialize()
     batch = TensorDict({"prompt_ids": jagged(list(map(torch.tensor, prompts)))}, batch_size=[len(prompts)])
 

@@ -11,7 +11,7 @@ import pytest
 
 from core.errors import Refused
 from core.rollout import GenerationDelta, SamplingParams
-from manymesh_vllm.config import VllmRolloutConfig
+from manymesh_vllm.config import VllmServerConfig
 from manymesh_vllm.server_rollout import VllmServerRollout
 from sdk.conformance.suites.rollout_base import Models, chosen_error, prompts, specs, update
 from sdk.conformance.suites.rollout_server import all_of, log_probs_in, read_until, tokens_of
@@ -23,7 +23,7 @@ LONG = SamplingParams(temperature=0.0, max_new_tokens=400, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def server(models: Models) -> Iterator[VllmServerRollout]:
-    config = VllmRolloutConfig(models.directory(1), max_num_seqs=32, max_num_batched_tokens=2048, kv_cache_mb=64)
+    config = VllmServerConfig(models.directory(1), max_num_seqs=32, max_num_batched_tokens=2048, kv_cache_mb=64)
     ready = VllmServerRollout(config, device="cpu")
     ready.initialize()
     yield ready

@@ -62,9 +62,11 @@ def test_ranks_share_weights_and_heads_until_each_has_one() -> None:
 
 
 def test_a_whole_context_in_one_pass_is_taken_from_the_kv_cache() -> None:
-    """Prompts are not cut, so that without max_model_len a pass is as long as the model's context."""
-    short, long = (phases(max_model_len=length)[Phase.GENERATE] for length in (8192, None))
+    """Where prompts are not cut and there is no max_model_len, a pass is as long as the model's context."""
+    whole = {"cut_prompts": False}
+    short, long = (phases(max_model_len=length, **whole)[Phase.GENERATE] for length in (8192, None))
+    assert phases(max_model_len=None)[Phase.GENERATE].activations == short.activations
     assert long.activations == 16 * short.activations
     assert short.kv_cache - long.kv_cache == long.activations - short.activations > 8 * GIB
     with pytest.raises(Refused, match=r"131072 tokens[\s\S]*lower max_model_len"):
-        phases(max_model_len=None, gpu_memory_utilization=0.33)
+        phases(max_model_len=None, gpu_memory_utilization=0.33, **whole)

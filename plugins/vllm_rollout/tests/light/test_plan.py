@@ -12,7 +12,7 @@ from core.errors import ConfigError, Refused
 from core.manifest import Capability, ModelFacts
 from core.mesh import MeshLayout
 from core.registry import EngineRegistry, Status
-from manymesh_vllm.config import VllmRolloutConfig
+from manymesh_vllm.config import VllmRolloutConfig, VllmServerConfig, forward_tokens
 from manymesh_vllm.manifest import manymesh_manifests
 from manymesh_vllm.plan import plan, server_plan
 
@@ -40,11 +40,11 @@ def test_it_is_listed_with_what_it_lacks_where_there_is_no_vllm() -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_server_has_a_replica_on_each_rank_whatever_its_processes(tp: int) -> None:
-    layout_plan = server_plan(VllmRolloutConfig("x", tensor_parallel=tp), 3, facts(4, 2))
+    layout_plan = server_plan(VllmServerConfig("x", tensor_parallel=tp), 3, facts(4, 2))
     layout_plan.route.check("rollout")
     assert layout_plan.route.collectors == (0, 1, 2)
     with pytest.raises(Refused, match=r"doesn't divide the model's heads[\s\S]*one of 1\Z"):
-        server_plan(VllmRolloutConfig("x", tensor_parallel=3), 3, facts(4, 2))
+        server_plan(VllmServerConfig("x", tensor_parallel=3), 3, facts(4, 2))
 
 
 def test_eight_ranks_at_tp_4_are_two_copies_whatever_the_actors_mesh() -> None:
@@ -88,7 +88,7 @@ def test_one_kv_head_may_be_held_by_several_ranks() -> None:
         ({"tensor_parallel": 0}, "tensor_parallel"),
         ({"kv_cache_mb": 0}, "kv_cache_mb"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
-        ({"max_model_len": 512, "max_num_batched_tokens": 256}, "at least 512"),
+        ({"max_model_len": 512, "max_num_batched_tokens": 256, "cut_prompts": False}, "at least 512"),
         (
             {"vllm": {"max_num_seqs": 3, "quantization": "fp8", "logprobs_mode": "raw_logits"}},
             "max_num_seqs by the opt",
@@ -101,11 +101,27 @@ def test_options_that_cannot_be_are_refused(options: dict[str, object], message:
         structure(VllmRolloutConfig, {"model": "x", **options})
 
 
+def test_long_prompts_are_cut_on_gpus_and_a_pass_holds_them_whole_elsewhere() -> None:
+    model = ModelFacts("x", "llama", {"max_position_embeddings": 131072})
+    gpu, cpu = VllmRolloutConfig("x").on("cuda"), VllmRolloutConfig("x").on("cpu")
+    assert (gpu.cut_prompts, forward_tokens(gpu, model)) == (True, 8192)
+    assert (cpu.cut_prompts, forward_tokens(cpu, model)) == (False, 131072)
+    assert forward_tokens(VllmRolloutConfig("x", max_num_batched_tokens=2048).on("cuda"), model) == 2048
+    with pytest.raises(ConfigError, match=r"2048[\s\S]*context 131072"):
+        forward_tokens(VllmRolloutConfig("x", max_num_batched_tokens=2048).on("cpu"), model)
+
+
+def test_a_server_cuts_no_prompts_on_any_device() -> None:
+    assert VllmServerConfig("x").on("cuda").cut_prompts is False
+    with pytest.raises(ConfigError, match="a server doesn't cut prompts"):
+        VllmServerConfig("x", cut_prompts=True)
+
+
 def test_further_arguments_of_vllm_pass() -> None:
     config = structure(VllmRolloutConfig, {"model": "x", "vllm": {"quantization": "fp8"}})
     assert config.vllm == {"quantization": "fp8"}
 
 
 def test_a_replica_that_serves_says_how_many_gpus_its_process_uses() -> None:
-    assert server_plan(VllmRolloutConfig("x", tensor_parallel=4), 2, facts(8, 8)).gpus_per_process == 4
+    assert server_plan(VllmServerConfig("x", tensor_parallel=4), 2, facts(8, 8)).gpus_per_process == 4
     assert plan(VllmRolloutConfig("x", tensor_parallel=2), 2, facts(8, 8)).gpus_per_process == 1
