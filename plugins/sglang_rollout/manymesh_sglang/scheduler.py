@@ -183,7 +183,7 @@ def _fresh_seed(request_id: str) -> int:
     SGLang makes up the ids of requests that have none. A client that uses an id again gets other tokens.
     """
     digest = hashlib.blake2b(f"{next(_numbers)} {request_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) % 2**SEED_BITS
+    return int.from_bytes(digest) >> (64 - SEED_BITS)
 
 
 def _prepare_min_new_tokens(penalizer: Any) -> None:
