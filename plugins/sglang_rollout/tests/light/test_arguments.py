@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -82,9 +83,9 @@ def test_min_new_tokens_masks_the_stops_of_each_row_and_sends_only_their_places(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[int] = []
-    move = torch.Tensor.to
+    move: Any = torch.Tensor.to
 
-    def counted(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    def counted(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         sent.append(self.numel())
         return move(self, *args, **kwargs)
 
