@@ -56,7 +56,8 @@ class BaseRollout(ABC):
 
     @abstractmethod
     def _build(self) -> Mapping[str, torch.Tensor]:
-        """Build the engine with the directory's weights. Returns what save_pretrained would write of them, by name.
+        """Build the engine with the directory's weights, or with any where `load` is "none". Returns what
+        save_pretrained would write of them, by name.
 
         Raises:
             Refused: no checkpoint is there, or the engine doesn't take it.
@@ -98,13 +99,13 @@ class BaseRollout(ABC):
         return None if self._weights is None else self._weights.version
 
     def initialize(self) -> None:
-        """Load the directory's weights, which are version 0.
+        """Load the directory's weights, which are version 0; with `load: none` there are none before the first update.
 
         Raises:
             Refused: no checkpoint is there, or the engine doesn't take it.
         """
         self._expected = self._build()
-        self._weights, self._announced = WeightState(), None
+        self._weights, self._announced = WeightState(0 if self._config.load == "checkpoint" else None), None
 
     def shutdown(self) -> None:
         """Let go of the engine; `initialize()` may build it again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import safe_open
@@ -26,8 +27,11 @@ def expected_tensors(model: str) -> dict[str, torch.Tensor]:
         return saved_form(AutoModelForCausalLM.from_config(config))[1]
 
 
-def read_checkpoint(model: str) -> tuple[ModelFacts, dict[str, torch.Tensor]]:
+def read_checkpoint(model: str, load: Literal["checkpoint", "none"]) -> tuple[ModelFacts, dict[str, torch.Tensor]]:
     """What a directory holds, and the tensors of expected_tensors.
+
+    Args:
+        load: "none": its weights may lack.
 
     Raises:
         Refused: there is no checkpoint, of no causal language model that transformers knows, or not all of it.
@@ -41,7 +45,8 @@ def read_checkpoint(model: str) -> tuple[ModelFacts, dict[str, torch.Tensor]]:
             have=str(error),
             where=f"model type {facts.model_type!r}",
         ) from error
-    check_directory(facts.path, expected)
+    if load == "checkpoint":
+        check_directory(facts.path, expected)
     return facts, expected
 
 

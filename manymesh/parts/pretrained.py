@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
 from core.errors import Refused
 from core.manifest import ModelFacts
@@ -13,11 +14,12 @@ from core.manifest import ModelFacts
 MEND = "give a directory that save_pretrained wrote: config.json and *.safetensors"
 
 
-def load_causal_lm(path: str, dtype: str, **options: Any) -> Any:
+def load_causal_lm(path: str, dtype: str, load: Literal["checkpoint", "none"] = "checkpoint", **options: Any) -> Any:
     """The transformers model of a directory, on CPU, in eval mode.
 
     Args:
         dtype: of its parameters, "float32" or "bfloat16".
+        load: "none": its parameters hold anything, and only config.json is read.
         options: of from_pretrained, such as attn_implementation.
 
     Raises:
@@ -25,6 +27,10 @@ def load_causal_lm(path: str, dtype: str, **options: Any) -> Any:
     """
     facts = ModelFacts.read(path)
     try:
+        if load == "none":
+            config = AutoConfig.from_pretrained(facts.path, local_files_only=True)
+            with no_init_weights():
+                return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), **options).eval()
         model, report = AutoModelForCausalLM.from_pretrained(
             facts.path, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True, **options
         )

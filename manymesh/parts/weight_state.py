@@ -79,10 +79,14 @@ State = Valid | Updating | Broken | Released
 
 
 class WeightState:
-    """The weights and the memory of a rollout that has been initialized: version 0, nothing released."""
+    """The weights and the memory of a rollout that has been initialized, nothing released.
 
-    def __init__(self) -> None:
-        self._state: State = Valid(0)
+    Args:
+        version: of the weights that it has; None where it has none yet, which is Broken.
+    """
+
+    def __init__(self, version: int | None = 0) -> None:
+        self._state: State = Broken() if version is None else Valid(version)
         self._has_kv_cache = True
 
     @property

@@ -42,7 +42,7 @@ class HfRollout(ModelRollout):
         """Raises Refused where no checkpoint is there, it lacks weights, or transformers cannot load it as a causal
         language model."""
         config = self._config
-        model = load_causal_lm(config.model, config.dtype, attn_implementation=config.attn_implementation)
+        model = load_causal_lm(config.model, config.dtype, config.load, attn_implementation=config.attn_implementation)
         # generate fills what a call leaves open from here: a checkpoint's top_k or penalties must not slip in.
         model.generation_config = GenerationConfig()
         return model

@@ -31,6 +31,7 @@ def arguments(
     length = context(config, facts)
     options: dict[str, Any] = {
         "model_path": facts.path,
+        "load_format": "auto" if config.load == "checkpoint" else "dummy",
         "dtype": config.dtype,
         "random_seed": config.seed,
         "device": device.type,

@@ -17,6 +17,7 @@ SPARE = 8  # tokens that SGLang keeps free of a context, and of the KV cache
 # What the rollouts say to SGLang themselves, and which of our options says it.
 OURS = {
     "model_path": "model",
+    "load_format": "load",
     "dtype": "dtype",
     "random_seed": "seed",
     "tp_size": "tensor_parallel",

@@ -47,7 +47,7 @@ class SglangRollout(BaseReleasingRollout):
         self._asking: Asking | None = None
 
     def _build(self) -> Mapping[str, torch.Tensor]:
-        facts, expected = read_checkpoint(self._config.model)
+        facts, expected = read_checkpoint(self._config.model, self._config.load)
         asking = Asking.of(self._config, facts)
         self._engine = LocalEngine(self._config, facts, self._device, has_tokenizer=asking.check.has_tokenizer)
         self._asking = asking.within(self._engine.max_tokens)

@@ -46,7 +46,7 @@ class SglangServerRollout(ReleasingServerRollout):
         self._asking: Asking | None = None
 
     def _start(self) -> tuple[ServerEngine, dict[str, torch.Tensor]]:
-        facts, expected = read_checkpoint(self._config.model)
+        facts, expected = read_checkpoint(self._config.model, self._config.load)
         asking = Asking.of(self._config, facts)
         process = None if self._config.addresses else self._process(facts, asking)
         client = self._client(process)

@@ -17,6 +17,7 @@ CPU_KV_CACHE_MB = 512  # by itself vLLM would take most of a machine's memory
 # What the rollout says to vLLM itself, and which of our options says it.
 OURS = {
     "model": "model",
+    "load_format": "load",
     "dtype": "dtype",
     "seed": "seed",
     "tensor_parallel_size": "tensor_parallel",

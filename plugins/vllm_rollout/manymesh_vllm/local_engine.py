@@ -117,6 +117,7 @@ def arguments(
         "max_logprobs": -1,  # scores may ask for any number
         "disable_log_stats": True,
         "disable_custom_all_reduce": hides_peers,
+        "load_format": "auto" if config.load == "checkpoint" else "dummy",
         **config.vllm,
     }
 

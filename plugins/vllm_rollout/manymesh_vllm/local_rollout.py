@@ -80,7 +80,7 @@ class VllmRollout(BaseReleasingRollout):
 
     def _look(self) -> tuple[ModelFacts, dict[str, torch.Tensor]]:
         """What the directory holds, and that it can be cut."""
-        facts, expected = read_checkpoint(self._config.model)
+        facts, expected = read_checkpoint(self._config.model, self._config.load)
         plan(self._config, self._mesh.layout.world_size, facts)
         return facts, expected
 

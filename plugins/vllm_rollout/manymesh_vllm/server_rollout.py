@@ -39,7 +39,7 @@ class VllmServerRollout(ReleasingServerRollout):
         self._vllm: VllmServerEngine | None = None
 
     def _start(self) -> tuple[ServerEngine, dict[str, torch.Tensor]]:
-        facts, expected = read_checkpoint(self._config.model)
+        facts, expected = read_checkpoint(self._config.model, self._config.load)
         self._vllm = VllmServerEngine(self._config, facts, self._device)
         return self._vllm, expected
 

@@ -219,9 +219,9 @@ class RolloutSuite(Conformance):
         return Models(self.session)
 
     @classmethod
-    def build(cls, directory: str) -> Rollout:
+    def build(cls, directory: str, **options: Any) -> Rollout:
         """A rollout that is not initialized."""
-        rollout: Rollout = cls.subject().build(model=directory)
+        rollout: Rollout = cls.subject().build(model=directory, **options)
         return rollout
 
     @pytest.fixture(scope="class")
@@ -244,12 +244,12 @@ class RolloutSuite(Conformance):
         holder.changed = True
 
     @pytest.fixture
-    def fresh(self) -> Iterator[Callable[[str], Rollout]]:
-        """`fresh(directory)`: an initialized rollout of the test's own."""
+    def fresh(self) -> Iterator[Callable[..., Rollout]]:
+        """`fresh(directory, **options)`: an initialized rollout of the test's own."""
         rollouts: list[Rollout] = []
 
-        def make(directory: str) -> Rollout:
-            rollouts.append(self.build(directory))
+        def make(directory: str, **options: Any) -> Rollout:
+            rollouts.append(self.build(directory, **options))
             rollouts[-1].initialize()
             return rollouts[-1]
 

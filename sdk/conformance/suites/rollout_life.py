@@ -15,7 +15,16 @@ from core.manifest import Capability
 from core.rollout import Rollout
 from manymesh.parts.rollout_checks import releasing
 from sdk.conformance.base import absent
-from sdk.conformance.suites.rollout_base import RolloutHolder, RolloutSuite, child_processes, prompts, specs
+from sdk.conformance.suites.rollout_base import (
+    RolloutHolder,
+    RolloutSuite,
+    child_processes,
+    greedy_error,
+    prompts,
+    rows_of,
+    specs,
+    update,
+)
 
 
 class LifeSuite(RolloutSuite):
@@ -49,6 +58,20 @@ class LifeSuite(RolloutSuite):
         with pytest.raises(Refused, match="lm_head" if fault == "a weight is missing" else str(directory)):
             broken.initialize()
         assert broken.weight_version is None
+
+    def test_without_the_directorys_weights_it_has_none_until_a_whole_update(
+        self, fresh: Callable[..., Rollout], tmp_path: Path
+    ) -> None:
+        directory = tmp_path / "model"
+        shutil.copytree(self.models.directory(1), directory, ignore=shutil.ignore_patterns("*.safetensors"))
+        rollout = fresh(str(directory), load="none")
+        assert rollout.weight_version is None
+        with pytest.raises(Refused):
+            rollout.generate(prompts([5]), self.greedy(2))
+        update(rollout, self.models.weights(2), 1)
+        assert rollout.weight_version == 1
+        [row] = rows_of(rollout.generate(prompts([5, 6, 7]), self.greedy(4)))
+        assert greedy_error(self.models.reference(2), row, self.log_prob_kind) < self.bounds.sampled
 
     def test_after_shutdown_nothing_works_and_no_process_is_left(self, holder: RolloutHolder) -> None:
         rollout = holder.get()

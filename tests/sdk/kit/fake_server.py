@@ -224,7 +224,7 @@ class FakeServerRollout(ReleasingServerRollout):
     def _start(self) -> tuple[ServerEngine, dict[str, torch.Tensor]]:
         self._rollout.initialize()
         self._thread = ThreadEngine(self._rollout)
-        return self._thread, read_checkpoint(self._config.model)[1]
+        return self._thread, read_checkpoint(self._config.model, self._config.load)[1]
 
     def _requests(
         self, prompts_of_rows: TensorDict, sampling: SamplingParams, sample: torch.Tensor, request_ids: Sequence[str]

@@ -10,6 +10,16 @@ from tests.sdk.kit.faults import caught_by
 from tests.sdk.kit.rollout_faults import RolloutFault
 
 
+@caught_by("test_without_the_directorys_weights_it_has_none_until_a_whole_update")
+class ClaimsWeights(RolloutFault):
+    """claims a version before any weights were loaded"""
+
+    @property
+    def weight_version(self) -> int | None:
+        version: int | None = super().weight_version
+        return 0 if version is None and self._config.load == "none" else version
+
+
 @caught_by("test_an_update_that_is_aborted_before_its_first_bucket_leaves_the_old_weights")
 class LosesWeights(RolloutFault):
     """has no weights after an update of which nothing came was aborted"""

@@ -47,7 +47,7 @@ class TemplateRollout(ModelRollout):
     def _load_model(self) -> Any:
         """Raises Refused where the directory holds no model."""
         config = self._config
-        return load_causal_lm(config.model, config.dtype, attn_implementation=config.attn_implementation)
+        return load_causal_lm(config.model, config.dtype, config.load, attn_implementation=config.attn_implementation)
 
     @torch.no_grad()
     def generate(self, prompts: TensorDict, sampling: SamplingParams, *, min_version: int | None = None) -> TensorDict:
