@@ -65,8 +65,7 @@ class RolloutConfig:
     model: str  # directory of a Hugging Face checkpoint
     dtype: Dtype = "auto"  # of weights and computation; auto: bfloat16 on GPUs, float32 on CPU
     seed: int = 0  # of the engine's own random generators; SamplingParams.seed is that of what is sampled
-    # "none": the directory's weights aren't read, and there are none before the first update. A trainer sends its own.
-    load: Literal["checkpoint", "none"] = "checkpoint"
+    load: Literal["checkpoint", "none"] = "checkpoint"  # none: no weights before the first update, and none are read
 
     def on(self, device: str) -> Self:
         """As EngineConfig.on."""
