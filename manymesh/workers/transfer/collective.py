@@ -16,6 +16,7 @@ from core.device import DEVICE_BACKENDS, choose_device
 from core.transfer import TransferRound
 from manymesh.workers.transfer.buckets import offsets
 from manymesh.workers.transfer.config import CollectiveConfig
+from manymesh.workers.transfer.places import Place, gather, refuse_shared_devices
 
 
 class CollectiveTransfer:
@@ -32,11 +33,13 @@ class CollectiveTransfer:
         self._device = choose_device(device)
         self._backend: Any = None
         self._work: Any = None  # the last broadcast
-        self._buffers = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        self._buffers: dict[int, torch.Tensor] = {}
 
     def connect(self, round_: TransferRound, index: int, num_receivers: int, host: str) -> None:
+        """Raises Refused, at the sender, where NCCL cannot connect the ends."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+            refuse_shared_devices(gather(round_, index, num_receivers, Place.here(self._device)))
         # All must be there first: the backend's constructor doesn't hear of a stop.
         num_ends = num_receivers + 1
         round_.meet("group", num_ends, "all ends to join the process group")
@@ -68,9 +71,10 @@ class CollectiveTransfer:
             threading.Thread(target=_let_go_when_done, args=(resources,), daemon=True).start()
 
     def _buffer(self, number: int, size: int) -> torch.Tensor:
-        if len(self._buffers[number % 2]) < size:
-            self._buffers[number % 2] = torch.empty(size, dtype=torch.uint8, device=self._device)
-        return self._buffers[number % 2][:size]
+        buffer = self._buffers.get(number % 2)
+        if buffer is None or len(buffer) < size:
+            buffer = self._buffers[number % 2] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return buffer[:size]
 
     def _broadcast(self, round_: TransferRound, buffer: torch.Tensor, number: int) -> None:
         if self._device.type == "cuda":

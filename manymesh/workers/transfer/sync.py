@@ -129,7 +129,7 @@ class WeightSync:
 
         Raises:
             TransferFailed: an end did not come; the groups are healthy.
-            Refused: an end cannot use the options.
+            Refused: an end cannot use the options, or the kind cannot connect ends where these are.
             WorkerFailed: a group has failed.
         """
         if self._connected or self._choice is None:
@@ -162,6 +162,7 @@ class WeightSync:
             self.close()
             for error in errors:
                 if isinstance(error, Refused):
+                    error.where = ", ".join(filter(None, (error.where, self._where)))
                     raise error
             raise TransferFailed(
                 "the ends of a transfer did not meet", have=str(errors[0]), where=self._where, mend=_AGAIN
@@ -218,8 +219,12 @@ class WeightSync:
 
     @property
     def _where(self) -> str:
-        names = ", ".join(group.name for group in self._receivers)
-        return f"transfer {self.config.kind!r} from group {self._trainers.name!r} to {names}"
+        names, first = [], 1
+        for group in self._receivers:
+            last = first + group.world_size - 1
+            names.append(f"{group.name} ({f'receiver {first}' if first == last else f'receivers {first} to {last}'})")
+            first = last + 1
+        return f"transfer {self.config.kind!r} from rank 0 of group {self._trainers.name!r} to {', '.join(names)}"
 
     def _all(self, calls: Sequence[Callable[[], Any]], round_name: str) -> list[Any]:
         """Call the groups at the same time, each in a thread. When one raises, the round is stopped for the others,
