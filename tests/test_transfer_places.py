@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from core.errors import Refused
 from core.group import RayClassWithInitArgs, WorkerGroup
 from core.transport.local import LocalWorkerGroup
 from manymesh.workers import WeightSync
-from manymesh.workers.transfer.places import Place, refuse_shared_devices
+from manymesh.workers.transfer.places import Place, refuse_other_variables, refuse_shared_devices
 from manymesh.workers.transfer.remote import WeightSink, WeightSource, WeightWorker
 
 
@@ -57,3 +58,36 @@ def test_a_collective_between_groups_that_share_a_gpu_is_refused_when_they_meet(
     with pytest.raises(Refused, match=r"the sender, receiver 1, receiver 2 on GPU GPU-a") as caught:
         sync.connect()
     assert "from rank 0 of group 'trainers' to one (receiver 1), two (receiver 2)" in caught.value.where
+
+
+def test_ends_with_other_settings_of_nccl_are_refused_by_variable_value_and_end() -> None:
+    ours, theirs = {"NCCL_CUMEM_ENABLE": "0", "NCCL_P2P_LEVEL": "SYS"}, {"NCCL_P2P_LEVEL": "PIX"}
+    places = [Place("a", "GPU-a", ours), Place("a", "GPU-b", ours), Place("b", "GPU-c", theirs)]
+    with pytest.raises(Refused) as caught:
+        refuse_other_variables(places)
+    assert caught.value.have == (
+        "NCCL_CUMEM_ENABLE is '0' at the sender, receiver 1, not set at receiver 2; "
+        "NCCL_P2P_LEVEL is 'SYS' at the sender, receiver 1, 'PIX' at receiver 2"
+    )
+    refuse_other_variables(places[:2])
+    many = [Place("a", str(number), {"NCCL_ALGO": "Ring"} if number else {}) for number in range(65)]
+    with pytest.raises(Refused, match="receiver 4 and 60 more"):
+        refuse_other_variables(many)
+
+
+def test_an_end_tells_the_settings_that_must_agree_and_not_its_nodes_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("NCCL_")]:
+        monkeypatch.delenv(name)
+    for name in ("NCCL_NVLS_ENABLE", "NCCL_DEBUG_FILE", "NCCL_SOCKET_IFNAME", "NCCL_TOPO_FILE", "TORCH_NCCL_X"):
+        monkeypatch.setenv(name, "1")
+    assert Place.here(torch.device("cpu")).nccl == {"NCCL_NVLS_ENABLE": "1"}
+
+
+def test_groups_with_other_settings_of_nccl_are_refused_when_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two are threads of one process here, so that their places are told."""
+    show_gpus(monkeypatch, "GPU-a")
+    places = [Place("a", "GPU-a", {"NCCL_NVLS_ENABLE": "0"}), Place("a", "GPU-b")]
+    monkeypatch.setattr(Place, "here", lambda device: places.pop())
+    sync = WeightSync(ends("cuda", "trainers"), ends("cuda", "rollouts"), timeout_s=10)
+    with pytest.raises(Refused, match=r"NCCL_NVLS_ENABLE is .* at the sender"):
+        sync.connect()

@@ -288,6 +288,7 @@ def test_pool_options_reach_the_group_and_its_processes(plain: dict[str, Any], m
         def __init__(self, processes: Any, **options: Any) -> None:
             super().__init__(self)
             told["pool"] = options
+            self.num_gpus = float(bool(options["use_gpu"]))
 
     class Group:
         def __init__(self, room: Any, worker: Any, **options: Any) -> None:
@@ -316,3 +317,19 @@ def test_pool_options_reach_the_group_and_its_processes(plain: dict[str, Any], m
         assert told["group"]["all_devices_visible"]
         assert (told["group"]["start_timeout_s"], told["group"]["timeout_s"]) == (900, 50)
     assert told["shutdown"] == {"timeout_s": 60}
+    on_gpus = {**plain, "pool": {"processes": [2], **options, "use_gpu": True, "env": {"NCCL_ALGO": "Ring"}}}
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    with launch.worker_group(GrpoConfig.of(on_gpus)):
+        assert told["group"]["env"].items() >= {
+            ("NCCL_CUMEM_ENABLE", "0"),
+            ("NCCL_NVLS_ENABLE", "0"),
+            ("NCCL_ALGO", "Ring"),
+        }
+
+
+def test_the_drivers_settings_of_nccl_are_those_of_all_groups() -> None:
+    assert launch.nccl_variables({"PATH": "/bin", "NCCL_DEBUG_FILE": "log", "NCCL_SOCKET_IFNAME": "eth1"}) == {
+        "NCCL_CUMEM_ENABLE": "0"
+    }
+    driver = {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}
+    assert launch.nccl_variables(driver) == driver

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import attrs
@@ -112,12 +112,13 @@ def _group(worker: RayClassWithInitArgs, pool: PoolConfig, name: str, gpus_per_p
         name=name,
         placement_timeout_s=pool.placement_timeout_s,
     ) as room:
-        threads = {"OMP_NUM_THREADS": str(max(1, int(room.cpus_per_process)))}
+        env = {"OMP_NUM_THREADS": str(max(1, int(room.cpus_per_process)))}
+        env |= nccl_variables(os.environ) if room.num_gpus else {}
         group = RayWorkerGroup(
             room,
             worker,
             name=name,
-            env=threads | dict(pool.env),
+            env=env | dict(pool.env),
             all_devices_visible=pool.all_devices_visible,
             python=pool.python,
             timeout_s=pool.call_timeout_s,
@@ -129,3 +130,13 @@ def _group(worker: RayClassWithInitArgs, pool: PoolConfig, name: str, gpus_per_p
             group.shutdown(timeout_s=0.5, report=False)  # they may be in the midst of a long call
             raise
         group.shutdown(timeout_s=pool.shutdown_timeout_s)
+
+
+def nccl_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """What the driver says NCCL, for the workers of all groups: ranks of one communicator must have the same settings.
+
+    NCCL_CUMEM_ENABLE is 0 where the driver has none, as in every process that imports vLLM.
+    """
+    from manymesh.workers.transfer.places import shared_nccl_variables
+
+    return {"NCCL_CUMEM_ENABLE": "0"} | shared_nccl_variables(environment)

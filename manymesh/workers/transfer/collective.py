@@ -16,7 +16,7 @@ from core.device import DEVICE_BACKENDS, choose_device
 from core.transfer import TransferRound
 from manymesh.workers.transfer.buckets import offsets
 from manymesh.workers.transfer.config import CollectiveConfig
-from manymesh.workers.transfer.places import Place, gather, refuse_shared_devices
+from manymesh.workers.transfer.places import Place, gather, refuse_other_variables, refuse_shared_devices
 
 
 class CollectiveTransfer:
@@ -39,7 +39,9 @@ class CollectiveTransfer:
         """Raises Refused, at the sender, where NCCL cannot connect the ends."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-            refuse_shared_devices(gather(round_, index, num_receivers, Place.here(self._device)))
+            places = gather(round_, index, num_receivers, Place.here(self._device))
+            refuse_shared_devices(places)
+            refuse_other_variables(places)
         # All must be there first: the backend's constructor doesn't hear of a stop.
         num_ends = num_receivers + 1
         round_.meet("group", num_ends, "all ends to join the process group")

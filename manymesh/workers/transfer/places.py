@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -13,6 +14,17 @@ import torch
 
 from core.errors import Refused
 from core.transfer import TransferRound
+
+# Variables that may differ: what is logged, and what a node's interfaces and files are called.
+OF_A_NODE = (
+    "NCCL_DEBUG",
+    "NCCL_HOSTID",
+    "NCCL_IB_HCA",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_CONF_FILE",
+    "NCCL_TOPO_",
+    "NCCL_GRAPH_",
+)
 
 
 @attrs.frozen
@@ -22,15 +34,23 @@ class Place:
     Attributes:
         node: the machine, as its processes see it: what runs there can share memory.
         device: UUID of the end's CUDA device; "" on CPU.
+        nccl: its variables NCCL_*, but those that differ between nodes.
     """
 
     node: str
     device: str = ""
+    nccl: Mapping[str, str] = attrs.field(factory=dict)
 
     @classmethod
     def here(cls, device: torch.device) -> Place:
         """This process's, with its device of this transfer."""
-        return cls(_node(), _uuid(device) if device.type == "cuda" else "")
+        return cls(_node(), _uuid(device) if device.type == "cuda" else "", shared_nccl_variables(os.environ))
+
+
+def shared_nccl_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables NCCL_* that must not differ between the ranks of a communicator."""
+    names = (name for name in environment if name.startswith("NCCL_") and not name.startswith(OF_A_NODE))
+    return {name: environment[name] for name in names}
 
 
 def gather(round_: TransferRound, index: int, num_receivers: int, place: Place) -> tuple[Place, ...]:
@@ -56,6 +76,23 @@ def refuse_shared_devices(places: Sequence[Place]) -> None:
             )
 
 
+def refuse_other_variables(places: Sequence[Place]) -> None:
+    """NCCL never compares its settings, and hangs or crashes where they differ. Raises Refused, naming each variable
+    that does, its values and who has them."""
+    differences = []
+    for name in sorted({name for place in places for name in place.nccl}):
+        ends = _by(places, partial(_value, name))
+        if len(ends) > 1:
+            differences.append(f"{name} is " + ", ".join(f"{value} at {_names(who)}" for (value,), who in ends.items()))
+    if differences:
+        raise Refused(
+            "the ends of the transfer 'collective' have different settings of NCCL, which would hang",
+            have="; ".join(differences),
+            want="the same variables NCCL_* at all ends",
+            mend="give all groups the same in `env`; importing vLLM sets NCCL_CUMEM_ENABLE=0 where it is not set",
+        )
+
+
 def end_name(index: int) -> str:
     """An end in words."""
     return f"receiver {index}" if index else "the sender"
@@ -66,6 +103,10 @@ def _by(places: Sequence[Place], key: Callable[[Place], tuple[str, ...]]) -> Map
     for index, place in enumerate(places):
         ends.setdefault(key(place), []).append(index)
     return ends
+
+
+def _value(name: str, place: Place) -> tuple[str]:
+    return (repr(place.nccl[name]) if name in place.nccl else "not set",)
 
 
 def _names(ends: Sequence[int]) -> str:

@@ -44,7 +44,8 @@ class LocalEngine:
     ) -> None:
         options = arguments(config, facts, device, has_tokenizer=has_tokenizer)
         self._timeout_s, self._num_receivers = config.update_timeout_s, config.tensor_parallel
-        with environment_of(environment(device, config.tensor_parallel)), _signals_kept():
+        # SGLang sets NCCL's variables and more for its children, which would then be those of the trainer's groups.
+        with environment_of(environment(device, config.tensor_parallel), whole=True), _signals_kept():
             from sglang.srt.entrypoints.engine import Engine
 
             before = set(multiprocessing.active_children())
