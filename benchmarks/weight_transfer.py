@@ -3,6 +3,7 @@
 | case | ours | floor |
 |---|---|---|
 | transfer-collective | one sync of 100 MB by broadcast (gloo on CPU) | one copy of 100 MB from buffer to buffer |
+| transfer-ipc | the same through memory that both share | the same |
 | transfer-object_store | the same through Ray's object store | the same |
 | transfer-disk | the same through files | the same |
 | digest | the digest of 100 MB | the same |
@@ -28,7 +29,7 @@ from typing import Any
 from benchmarks._pairs import Case, measure, report
 from benchmarks._transfer_workers import BYTES, Receiver, Sender
 
-KINDS = ("collective", "object_store", "disk")
+KINDS = ("collective", "ipc", "object_store", "disk")
 
 
 def main() -> None:

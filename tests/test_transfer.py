@@ -109,7 +109,7 @@ def refuse_bucket(monkeypatch: pytest.MonkeyPatch, group: WorkerGroup, number: i
     monkeypatch.setattr(rollout, "load_bucket", limited)
 
 
-@pytest.mark.parametrize("kind", ["collective", "disk"])
+@pytest.mark.parametrize("kind", ["collective", "ipc", "disk"])
 @pytest.mark.parametrize("bucket_mb", [4e-3, FIVE_BUCKETS, 16])
 def test_after_a_sync_all_rollouts_have_the_trainers_weights_and_version(
     groups: Any, sync_of: Any, kind: str, bucket_mb: float, tmp_path: Path
@@ -135,7 +135,7 @@ def test_after_a_sync_all_rollouts_have_the_trainers_weights_and_version(
     assert not list((tmp_path / "weights").glob("*")), "nothing is left"
 
 
-@pytest.mark.parametrize("kind", ["collective", "disk"])
+@pytest.mark.parametrize("kind", ["collective", "ipc", "disk"])
 def test_a_receiver_that_fails_at_bucket_3_of_5_leaves_no_version_and_the_next_sync_sends_all_again(
     groups: Any, sync_of: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,7 +329,7 @@ def test_a_rollout_worker_is_built_once_and_connected_before_it_receives(model: 
         group.transfer_weights("sink", [], 1, "sync 1")
 
 
-@pytest.mark.parametrize("kind", ["collective", "disk"])
+@pytest.mark.parametrize("kind", ["collective", "ipc", "disk"])
 def test_syncs_leave_nothing_behind_in_the_store(groups: Any, sync_of: Any, kind: str) -> None:
     sync, sizes = sync_of(kind), []
     for _ in range(4):

@@ -28,7 +28,7 @@ from tests.support.batches import training_batch
 from tests.support.transfer_workers import MortalRollout, MortalTrainer
 from tests.test_transfer import FIVE_BUCKETS, gap
 
-KINDS = ["collective", "object_store", "disk"]
+KINDS = ["collective", "ipc", "object_store", "disk"]
 ONE_KIND = ["collective", *(pytest.param(kind, marks=pytest.mark.ci) for kind in KINDS[1:])]
 ENV = {"OMP_NUM_THREADS": "1"}
 

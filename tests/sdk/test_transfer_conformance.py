@@ -22,6 +22,10 @@ class TestCollective(TransferConformance):
     backend = "collective"
 
 
+class TestIpc(TransferConformance):
+    backend = "ipc"
+
+
 class TestDisk(TransferConformance):
     backend = "disk"
     config: ClassVar = {"directory": str(Path(tempfile.gettempdir(), "manymesh-conformance"))}

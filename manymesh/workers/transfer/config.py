@@ -15,6 +15,11 @@ class CollectiveConfig:
 
 
 @attrs.frozen
+class IpcConfig:
+    """Through memory that the ends share: they are on one node."""
+
+
+@attrs.frozen
 class ObjectStoreConfig:
     """Through Ray's object store: for ends that no collective connects."""
 

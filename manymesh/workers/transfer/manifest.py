@@ -20,6 +20,13 @@ def manymesh_manifests() -> list[Manifest]:
         ),
         Manifest(
             kind="transfer",
+            name="ipc",
+            factory=f"{_HERE}.ipc:IpcTransfer",
+            config=f"{_HERE}.config:IpcConfig",
+            summary="weights through memory that the ends on one node share (CUDA IPC, the host's memory)",
+        ),
+        Manifest(
+            kind="transfer",
             name="object_store",
             factory=f"{_HERE}.object_store:ObjectStoreTransfer",
             config=f"{_HERE}.config:ObjectStoreConfig",

@@ -93,6 +93,18 @@ def refuse_other_variables(places: Sequence[Place]) -> None:
         )
 
 
+def refuse_other_nodes(places: Sequence[Place]) -> None:
+    """Only processes of one node share memory. Raises Refused, naming the ends that are on other nodes than the
+    sender."""
+    far = [index for index, place in enumerate(places) if place.node != places[0].node]
+    if far:
+        raise Refused(
+            "the transfer 'ipc' connects ends on one node, in one container",
+            have=f"{_names(far)} on other nodes than the sender",
+            mend="choose kind 'collective', or 'object_store' where ends share GPUs",
+        )
+
+
 def end_name(index: int) -> str:
     """An end in words."""
     return f"receiver {index}" if index else "the sender"

@@ -25,7 +25,7 @@ class TransferConfig:
     """How weights cross from the trainer's pool to the rollouts'.
 
     Attributes:
-        kind: name in the registry: "collective", "object_store", "disk" or a plugin's.
+        kind: name in the registry: "collective", "ipc", "object_store", "disk" or a plugin's.
         options: of the kind, structured into its manifest's class.
         bucket_mb: size of a bucket, MiB. Each end has two at a time.
         timeout_s: deadline of each wait of one end for another, seconds.
