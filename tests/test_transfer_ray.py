@@ -138,14 +138,14 @@ def test_no_more_than_two_buckets_are_in_the_object_store_at_a_time(ray_cluster:
 
     def send() -> None:
         transfers[0].connect(channel.round("connect"), 0, 1, "127.0.0.1")
-        Sender(channel, transfers[0], "sender", 1, 4000).send(specs, iter(weights), "sync", 1)
+        Sender(channel, transfers[0], "sender", 1, 4000, torch.device("cpu")).send(specs, iter(weights), "sync", 1)
 
     sending = Thread(target=send)
     sending.start()
     far = Channel.join(channel.address, 20)
     transfers[1].connect(far.round("connect"), 1, 1, "127.0.0.1")
     rollout: Any = Loading()
-    receipt = Receiver(far, transfers[1], "receiver", 1, 4000, index=1, device=torch.device("cpu")).receive(
+    receipt = Receiver(far, transfers[1], "receiver", 1, 4000, torch.device("cpu"), index=1).receive(
         specs, rollout, "sync", 1
     )
     sending.join(20)

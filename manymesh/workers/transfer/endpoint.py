@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import attrs
+import torch
 
 from core.errors import ManymeshError
 from core.transfer import WeightTransfer
@@ -42,12 +43,19 @@ class Endpoint:
 
     Args:
         name: for errors: "sender", or which receiver.
+        device: where the sender's engine has its weights; where a receiver's pieces go.
     """
 
     def __init__(
-        self, channel: Channel, transfer: WeightTransfer, name: str, num_receivers: int, bucket_bytes: int
+        self,
+        channel: Channel,
+        transfer: WeightTransfer,
+        name: str,
+        num_receivers: int,
+        bucket_bytes: int,
+        device: torch.device,
     ) -> None:
-        self._channel, self._transfer = channel, transfer
+        self._channel, self._transfer, self._device = channel, transfer, device
         self._name, self._num_receivers, self._bucket_bytes = name, num_receivers, bucket_bytes
 
     def close(self) -> None:

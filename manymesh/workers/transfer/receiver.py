@@ -17,14 +17,15 @@ from manymesh.workers.transfer.buckets import BucketPlan, Joiner, plan
 from manymesh.workers.transfer.channel import COMMIT, Round
 from manymesh.workers.transfer.digest import digest, stack_digests
 from manymesh.workers.transfer.endpoint import PATIENCE, Endpoint, Receipt
+from manymesh.workers.transfer.streams import follow, keep_for_this_stream, mark
 
 
 class Receiver(Endpoint):
     """A rank that holds a rollout."""
 
-    def __init__(self, *args: Any, index: int, device: torch.device) -> None:
+    def __init__(self, *args: Any, index: int) -> None:
         super().__init__(*args)
-        self._index, self._device = index, device
+        self._index = index
 
     def receive(self, specs: Sequence[WeightSpec], rollout: Rollout, round_name: str, version: int) -> Receipt:
         """Load all tensors into a rollout that has begun its update, verify them, and finish or abort the update.
@@ -56,14 +57,16 @@ class Receiver(Endpoint):
         buckets, joiner = plan(specs, self._bucket_bytes), Joiner(specs, self._device)
         digests: list[torch.Tensor] = []
         wait_s = 0.0
-        coming = link.submit(self._take, round_, 0, buckets[0]) if buckets else None
+        coming = link.submit(self._take, round_, 0, buckets[0], mark(self._device)) if buckets else None
         for number, bucket in enumerate(buckets):
             assert coming is not None
             start_of_wait = time.perf_counter()
-            pieces = coming.result()
+            pieces, arrived = coming.result()
             wait_s += time.perf_counter() - start_of_wait
-            if number + 1 < len(buckets):
-                coming = link.submit(self._take, round_, number + 1, buckets[number + 1])
+            if number + 1 < len(buckets):  # into the buffer of the bucket before this one
+                coming = link.submit(self._take, round_, number + 1, buckets[number + 1], mark(self._device))
+            follow(arrived, self._device)
+            keep_for_this_stream(pieces)
             try:
                 round_.check()
                 load = joiner.add(bucket, pieces)
@@ -81,9 +84,17 @@ class Receiver(Endpoint):
     def _at(self, round_: Round, number: int) -> None:
         round_.put(f"at.{self._index}", f"{number} {self._name}")
 
-    def _take(self, round_: Round, number: int, bucket: BucketPlan) -> Sequence[torch.Tensor]:
+    def _take(
+        self, round_: Round, number: int, bucket: BucketPlan, loaded: torch.cuda.Event | None
+    ) -> tuple[Sequence[torch.Tensor], torch.cuda.Event | None]:
+        """The pieces, and the event behind their copies.
+
+        Args:
+            loaded: behind all loads of earlier buckets.
+        """
+        follow(loaded, self._device)
         pieces = self._transfer.receive(round_, number, bucket.sizes) if bucket.sizes else []
-        return [piece.to(self._device) for piece in pieces]
+        return [piece.to(self._device) for piece in pieces], mark(self._device)
 
     def _verify(self, round_: Round, specs: Sequence[WeightSpec], table: torch.Tensor) -> None:
         data = round_.get("digests", "the sender's digests")

@@ -50,7 +50,12 @@ class WeightSource:
         if isinstance(answer, ManymeshError):
             return answer
         self._sender = Sender(
-            self._channel, answer.transfer, "sender", connection.num_receivers, connection.bucket_bytes
+            self._channel,
+            answer.transfer,
+            "sender",
+            connection.num_receivers,
+            connection.bucket_bytes,
+            choose_device(self._device),
         )
         return None
 
@@ -103,8 +108,8 @@ class WeightSink:
             f"receiver {index} of {num_receivers} (group {self._place.group!r}, rank {self._place.rank})",
             num_receivers,
             connection.bucket_bytes,
+            choose_device(answer.device),
             index=index,
-            device=choose_device(answer.device),
         )
         return None
 

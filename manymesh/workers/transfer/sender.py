@@ -24,6 +24,7 @@ from manymesh.workers.transfer.buckets import NamedTensor, fill_buckets, plan
 from manymesh.workers.transfer.channel import Round
 from manymesh.workers.transfer.digest import digest, stack_digests
 from manymesh.workers.transfer.endpoint import DEPTH, Endpoint, Receipt
+from manymesh.workers.transfer.streams import follow, mark
 
 
 class Sender(Endpoint):
@@ -56,7 +57,8 @@ class Sender(Endpoint):
                     try:
                         if on_its_way is not None:
                             on_its_way.result()
-                        on_its_way = link.submit(self._hand_over, round_, number, pieces)
+                        exported = mark(self._device)
+                        on_its_way = link.submit(self._hand_over, round_, number, pieces, exported)
                     except Exception as failure:
                         error = failure
                         receipt = self._failed(receipt, round_, failure)
@@ -93,8 +95,11 @@ class Sender(Endpoint):
             at = [f"at.{index}" for index in range(1, self._num_receivers + 1)]
             round_.forget([*at, *counters, *(f"{key}.all" for key in counters)])
 
-    def _hand_over(self, round_: Round, number: int, pieces: list[torch.Tensor]) -> None:
+    def _hand_over(
+        self, round_: Round, number: int, pieces: list[torch.Tensor], exported: torch.cuda.Event | None
+    ) -> None:
         round_.check()
+        follow(exported, self._device)
         if number >= DEPTH:
             self._all_have_loaded(round_, number - DEPTH)
             self._transfer.free(number - DEPTH)
