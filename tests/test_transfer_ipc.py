@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -83,5 +84,5 @@ def test_torch_opens_on_cuda_what_it_shared_on_cuda(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ipc, "reduce_tensor", lambda tensor: (None, tuple(told)))
     monkeypatch.setattr(ipc, "rebuild_cuda_tensor", lambda *args: opened.append(list(args)))
     handle = {"size": 8, "cuda": [None, ipc._cuda_handle(data)]}
-    ipc.open_shared(ipc.json.loads(ipc.json.dumps(handle)), 2, torch.device("cuda", 5))
+    ipc.open_shared(json.loads(json.dumps(handle)), 2, torch.device("cuda", 5))
     assert opened == [[*told[:6], 5, *told[7:]]]
