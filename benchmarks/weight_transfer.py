@@ -13,11 +13,16 @@ agreement of all ends. It moves every byte several times (out of the trainer, in
 shared memory, into the model), where the floor moves it once: the ratio says how many plain copies' time a sync takes.
 Sender and receiver are actors that hold tensors in place of engines, so that nothing else is measured. How long each
 end took and waited for the link is printed below the table (medians, ms).
+
+`--receivers 512` measures something else: what so many receivers ask of the sender's store, with no weights. Each is a
+thread with a connection of its own. It prints the operations of all receivers and of the sender, and the milliseconds,
+each by bucket.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 from collections import defaultdict
@@ -27,6 +32,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks._pairs import Case, measure, report
+from benchmarks._store_load import measure_store
 from benchmarks._transfer_workers import BYTES, Receiver, Sender
 
 KINDS = ("collective", "ipc", "object_store", "disk")
@@ -37,9 +43,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--bucket-mb", type=float, default=32)
+    parser.add_argument("--receivers", type=int, help="only what so many receivers ask of the store, by bucket")
     parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS)
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if args.receivers:
+        figures = measure_store(args.receivers, 20)
+        print(json.dumps(figures) if args.json else "\n".join(f"{k:45} {v:8.1f}" for k, v in figures.items()))
+        return
 
     import ray
     import torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,3 +92,17 @@ def test_groups_with_other_settings_of_nccl_are_refused_when_they_meet(monkeypat
     sync = WeightSync(ends("cuda", "trainers"), ends("cuda", "rollouts"), timeout_s=10)
     with pytest.raises(Refused, match=r"NCCL_NVLS_ENABLE is .* at the sender"):
         sync.connect()
+
+
+@pytest.mark.parametrize(("device", "mebibytes"), [("cpu", 256), ("cuda", 1024)])
+def test_buckets_are_larger_between_gpus_unless_their_size_is_said(
+    device: str, mebibytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show_gpus(monkeypatch, "GPU-a")
+    trainers, rollouts = ends(device, "trainers"), ends(device, "rollouts")
+    transport: Any = trainers._transport
+    for bucket_mb, size in ((None, mebibytes << 20), (0.5, 1 << 19)):
+        options = {"directory": str(tmp_path)}
+        with WeightSync(trainers, rollouts, kind="disk", options=options, bucket_mb=bucket_mb, timeout_s=10) as sync:
+            sync.connect()
+            assert transport._hosts[0].worker.weight_source._sender._bucket_bytes == size

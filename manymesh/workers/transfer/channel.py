@@ -71,6 +71,7 @@ class Round:
     def __init__(self, channel: Channel, name: str, patience: float = 1.0) -> None:
         self._store, self.name, self._timeout_s = channel.store, name, channel.timeout_s * patience
         self._known = {"verdict"}
+        self._last_look = 0.0
 
     @property
     def store(self) -> dist.Store:
@@ -98,7 +99,7 @@ class Round:
 
     def count_in(self, key: str, of: int) -> bool:
         """Be counted; true for the last of `of` ends."""
-        last = int(self._store.add(self._key(key), 1)) == of
+        last = self.add(key, 1) == of
         if last:
             self.put(f"{key}.all")
         return last
@@ -107,6 +108,11 @@ class Round:
         """Wait until all have been counted in."""
         self._known.add(key)
         self.get(f"{key}.all", what)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which begins at 0; gives the sum. One operation of the store."""
+        self._known.add(key)
+        return int(self._store.add(self._key(key), amount))
 
     def meet(self, key: str, num_ends: int, what: str) -> None:
         """Return once so many ends have called this with the key. Raises as `get`."""
@@ -140,8 +146,14 @@ class Round:
         if verdict != COMMIT:
             raise Stopped(verdict.removeprefix("stop "))
 
+    def look(self) -> None:
+        """As check, where nobody has looked for a while."""
+        if time.monotonic() - self._last_look > _LOOK_S:
+            self.check()
+
     def check(self) -> None:
         """Raises Stopped when the round was stopped."""
+        self._last_look = time.monotonic()
         name = self._key("verdict")
         if self._store.check([name]) and (verdict := bytes(self._store.get(name)).decode()) != COMMIT:
             raise Stopped(verdict.removeprefix("stop "))
@@ -155,14 +167,12 @@ class Round:
             pause: waits for so many seconds, or less.
         """
         start = now = time.monotonic()
-        last_check, step = start, _FIRST_POLL_S
+        step = _FIRST_POLL_S
         while not condition():
             pause(step)
             now = time.monotonic()
             step = min(max(step, (now - start) / 5), _LAST_POLL_S)
-            if now - last_check > _LOOK_S:
-                self.check()
-                last_check = now
+            self.look()
             if now - start > self._timeout_s:
                 raise DeadlineExceeded(f"waited {self._timeout_s:g} s for {what}")
 

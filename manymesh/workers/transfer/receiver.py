@@ -18,6 +18,7 @@ from manymesh.workers.transfer.channel import COMMIT, Round
 from manymesh.workers.transfer.digest import digest, stack_digests
 from manymesh.workers.transfer.endpoint import PATIENCE, Endpoint, Receipt
 from manymesh.workers.transfer.streams import follow, keep_for_this_stream, mark
+from manymesh.workers.transfer.tally import Tally
 
 
 class Receiver(Endpoint):
@@ -36,9 +37,10 @@ class Receiver(Endpoint):
         round_ = self._channel.round(round_name, PATIENCE)
         start, receipt = time.perf_counter(), Receipt(self._name, version, len(specs))
         try:
-            self._at(round_, -1)
+            tally = Tally(round_, self._num_receivers)
+            tally.introduce(self._index, self._name)
             with ThreadPoolExecutor(1, "weights") as link:
-                table, wait_s = self._load(round_, link, specs, rollout)
+                table, wait_s = self._load(round_, tally, link, specs, rollout)
             self._verify(round_, specs, table)
             if round_.count_in("verified", self._num_receivers):
                 round_.decide(COMMIT)
@@ -52,7 +54,7 @@ class Receiver(Endpoint):
         return attrs.evolve(receipt, num_bytes=size, digest=int(digest(table)), seconds=seconds, waited=wait_s)
 
     def _load(
-        self, round_: Round, link: ThreadPoolExecutor, specs: Sequence[WeightSpec], rollout: Rollout
+        self, round_: Round, tally: Tally, link: ThreadPoolExecutor, specs: Sequence[WeightSpec], rollout: Rollout
     ) -> tuple[torch.Tensor, float]:
         buckets, joiner = plan(specs, self._bucket_bytes), Joiner(specs, self._device)
         digests: list[torch.Tensor] = []
@@ -68,7 +70,7 @@ class Receiver(Endpoint):
             follow(arrived, self._device)
             keep_for_this_stream(pieces)
             try:
-                round_.check()
+                round_.look()
                 load = joiner.add(bucket, pieces)
                 digests += [digest(tensor) for _, tensor in load]
                 if load:
@@ -77,12 +79,8 @@ class Receiver(Endpoint):
                 self._failed(Receipt(self._name, 0), round_, error)  # at once: the link's thread waits for the next
                 raise
             del load, pieces  # views of a buffer that is used again
-            self._at(round_, number)
-            round_.count_in(f"loaded.{number}", self._num_receivers)
+            tally.note(number, self._index)
         return stack_digests(digests), wait_s
-
-    def _at(self, round_: Round, number: int) -> None:
-        round_.put(f"at.{self._index}", f"{number} {self._name}")
 
     def _take(
         self, round_: Round, number: int, bucket: BucketPlan, loaded: torch.cuda.Event | None

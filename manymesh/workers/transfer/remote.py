@@ -54,7 +54,7 @@ class WeightSource:
             answer.transfer,
             "sender",
             connection.num_receivers,
-            connection.bucket_bytes,
+            answer.bucket_bytes,
             choose_device(self._device),
         )
         return None
@@ -107,7 +107,7 @@ class WeightSink:
             answer.transfer,
             f"receiver {index} of {num_receivers} (group {self._place.group!r}, rank {self._place.rank})",
             num_receivers,
-            connection.bucket_bytes,
+            answer.bucket_bytes,
             choose_device(answer.device),
             index=index,
         )

@@ -19,18 +19,18 @@ import attrs
 import torch
 
 from core.engine import WeightSpec
-from core.errors import DeadlineExceeded
 from manymesh.workers.transfer.buckets import NamedTensor, fill_buckets, plan
 from manymesh.workers.transfer.channel import Round
 from manymesh.workers.transfer.digest import digest, stack_digests
 from manymesh.workers.transfer.endpoint import DEPTH, Endpoint, Receipt
 from manymesh.workers.transfer.streams import follow, mark
+from manymesh.workers.transfer.tally import Tally
 
 
 class Sender(Endpoint):
     """The one rank of the trainer that holds full tensors."""
 
-    _before: tuple[Round, int] | None = None  # the last round, and its number of buckets
+    _before: tuple[Round, Tally, int] | None = None  # the last round, and its number of buckets
 
     def send(
         self, specs: Sequence[WeightSpec], stream: Iterator[NamedTensor], round_name: str, version: int
@@ -39,7 +39,8 @@ class Sender(Endpoint):
         wait in its collectives; what the stream raises is raised."""
         self._forget_last_round()
         round_, buckets = self._channel.round(round_name), plan(specs, self._bucket_bytes)
-        self._before = round_, len(buckets)
+        tally = Tally(round_, self._num_receivers)
+        self._before = round_, tally, len(buckets)
         start, receipt = time.perf_counter(), Receipt(self._name, version, len(specs))
         digests: list[torch.Tensor] = []
 
@@ -58,7 +59,7 @@ class Sender(Endpoint):
                         if on_its_way is not None:
                             on_its_way.result()
                         exported = mark(self._device)
-                        on_its_way = link.submit(self._hand_over, round_, number, pieces, exported)
+                        on_its_way = link.submit(self._hand_over, round_, tally, number, pieces, exported)
                     except Exception as failure:
                         error = failure
                         receipt = self._failed(receipt, round_, failure)
@@ -90,28 +91,16 @@ class Sender(Endpoint):
 
     def _forget_last_round(self) -> None:
         if self._before is not None:
-            round_, num_buckets = self._before
-            counters = [f"loaded.{number}" for number in range(num_buckets)] + ["verified"]
-            at = [f"at.{index}" for index in range(1, self._num_receivers + 1)]
-            round_.forget([*at, *counters, *(f"{key}.all" for key in counters)])
+            round_, tally, num_buckets = self._before
+            round_.forget([*tally.keys(num_buckets), "verified", "verified.all"])
 
     def _hand_over(
-        self, round_: Round, number: int, pieces: list[torch.Tensor], exported: torch.cuda.Event | None
+        self, round_: Round, tally: Tally, number: int, pieces: list[torch.Tensor], exported: torch.cuda.Event | None
     ) -> None:
         round_.check()
         follow(exported, self._device)
         if number >= DEPTH:
-            self._all_have_loaded(round_, number - DEPTH)
+            tally.wait(number - DEPTH)
             self._transfer.free(number - DEPTH)
         if pieces:
             self._transfer.send(round_, number, pieces)
-
-    def _all_have_loaded(self, round_: Round, number: int) -> None:
-        try:
-            round_.all_counted(f"loaded.{number}", f"all receivers to load bucket {number}")
-        except DeadlineExceeded as error:
-            behind = []
-            for index in range(1, self._num_receivers + 1):
-                last, _, name = (round_.now(f"at.{index}") or b"-1 receiver %d" % index).decode().partition(" ")
-                behind += [name] if int(last) < number else []
-            raise DeadlineExceeded(f"{error}; it is not loaded by {', '.join(behind)}") from error

@@ -27,18 +27,19 @@ class TransferConfig:
     Attributes:
         kind: name in the registry: "collective", "ipc", "object_store", "disk" or a plugin's.
         options: of the kind, structured into its manifest's class.
-        bucket_mb: size of a bucket, MiB. Each end has two at a time.
+        bucket_mb: size of a bucket, MiB. Each end has two at a time. None: 1024 where all ends are on CUDA, else 256.
         timeout_s: deadline of each wait of one end for another, seconds.
     """
 
     kind: str = "collective"
     options: Mapping[str, Any] = attrs.field(factory=dict)
-    bucket_mb: float = 256
+    bucket_mb: float | None = None
     timeout_s: float = 120.0
 
     def __attrs_post_init__(self) -> None:
         for name in ("bucket_mb", "timeout_s"):
-            if getattr(self, name) <= 0:
+            value = getattr(self, name)
+            if value is not None and value <= 0:
                 raise ConfigError(f"illegal {name}", have=getattr(self, name), want="above 0")
 
     def check(self) -> Choice:
@@ -87,7 +88,7 @@ class WeightSync:
         rollouts: WorkerGroup | Sequence[WorkerGroup],
         *,
         kind: str = "collective",
-        bucket_mb: float = 256,
+        bucket_mb: float | None = None,
         options: Mapping[str, Any] | None = None,
         timeout_s: float = 120.0,
     ) -> None:
@@ -147,7 +148,7 @@ class WeightSync:
             self._choice,
             address,
             sum(group.world_size for group in self._receivers),
-            max(int(config.bucket_mb * (1 << 20)), 1),
+            None if config.bucket_mb is None else max(int(config.bucket_mb * (1 << 20)), 1),
             config.timeout_s,
         )
         indices: list[int | None] = [0, *[None] * (trainers.world_size - 1)]
