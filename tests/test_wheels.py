@@ -83,6 +83,7 @@ def test_wheels_install_in_a_fresh_environment_list_their_engines_and_train(tmp_
         ("disk", "ok"),
         ("fsdp", "ok"),
         ("hf", "ok"),
+        ("ipc", "ok"),
         ("megatron", "ok"),
         ("object_store", "ok"),
         ("sglang", "missing-dependency"),
