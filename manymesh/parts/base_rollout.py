@@ -13,6 +13,7 @@ from core.device import choose_device
 from core.engine import WeightSpec
 from core.mesh import RankMesh
 from core.rollout import MemoryTag, SamplingParams
+from manymesh.parts.device_memory import empty_caches
 from manymesh.parts.rollout_checks import not_initialized
 from manymesh.parts.weight_state import WeightState
 from manymesh.parts.weights import Announced
@@ -104,6 +105,7 @@ class BaseRollout(ABC):
         Raises:
             Refused: no checkpoint is there, or the engine doesn't take it.
         """
+        empty_caches(self._device)  # engines take a share of what is free, some in processes of their own
         self._expected = self._build()
         self._weights, self._announced = WeightState(0 if self._config.load == "checkpoint" else None), None
 
@@ -162,6 +164,7 @@ class BaseRollout(ABC):
         weights.loading(in_place=True)
         self._end_load(version)
         weights.finish()
+        empty_caches(self._device)  # of the buckets, which engines in other processes had as shared memory
 
     def abort_weight_update(self) -> None:
         """Forget the update. The old version comes back where its weights are whole: nothing was loaded yet, or the
@@ -218,5 +221,6 @@ class BaseReleasingRollout(BaseRollout):
         """
         weights = self._ready()
         if tags_to_take := weights.to_resume(tags):
+            empty_caches(self._device)  # a trainer's of this process: the engine may be another one
             self._resume_memory(tags_to_take)
             weights.resume(tags_to_take)

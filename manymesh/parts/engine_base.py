@@ -21,6 +21,7 @@ from core.errors import Refused
 from core.loss import LossFn, LossScale
 from core.manifest import Limits
 from core.mesh import RankMesh
+from manymesh.parts.device_memory import empty_caches
 from manymesh.parts.micro_batches import check_padded, check_request
 
 
@@ -186,15 +187,24 @@ class OffloadEngineBase(EngineBase[S]):
 
     Args:
         mesh, limits, inputs: as EngineBase.
+        device: where parameters live while they are used.
         parameters, optimizer: whether these are on CPU outside of the modes that need them.
     """
 
     _keeps_gradients_apart: ClassVar[bool] = False  # in memory of their own: they move, and are away, by themselves
 
     def __init__(
-        self, mesh: RankMesh, limits: Limits, inputs: Collection[str] = (), *, parameters: bool, optimizer: bool
+        self,
+        mesh: RankMesh,
+        limits: Limits,
+        inputs: Collection[str] = (),
+        *,
+        device: torch.device,
+        parameters: bool,
+        optimizer: bool,
     ) -> None:
         super().__init__(mesh, limits, inputs)
+        self._device = device
         self._offloads: dict[Part, bool] = {"model": parameters, "optimizer": optimizer, "grad": parameters}
         self._away: set[Part] = set()
 
@@ -239,15 +249,11 @@ class OffloadEngineBase(EngineBase[S]):
             self._move(part, device)
         self._away = self._away - set(parts) if device == "device" else self._away | set(parts)
         if parts and device == "cpu":
-            self._free_cache()
+            empty_caches(self._device)
 
     @abstractmethod
     def _move(self, part: Part, device: Literal["cpu", "device"]) -> None:
         """Move one part, which is on the other side."""
-
-    @abstractmethod
-    def _free_cache(self) -> None:
-        """Give memory that the allocator keeps back to the device, for other processes on it."""
 
     def _check_can_run(self) -> None:
         """As EngineBase; also Refused for parameters that are on CPU."""

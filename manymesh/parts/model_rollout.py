@@ -14,6 +14,7 @@ from core.engine import WeightSpec
 from core.mesh import RankMesh
 from core.rollout import MemoryTag
 from manymesh.parts.base_rollout import BaseReleasingRollout, Bucket
+from manymesh.parts.device_memory import empty_caches
 from manymesh.parts.live_weights import WeightTable, drop, restore
 from manymesh.parts.rollout_checks import eos_ids, load_tokenizer
 from manymesh.parts.weights import Announced
@@ -64,7 +65,7 @@ class ModelRollout(BaseReleasingRollout):
     def _release_memory(self, tags: Sequence[MemoryTag], released_tags: frozenset[MemoryTag]) -> None:
         if "weights" in tags:
             self._dropped = drop(self._model)
-        self._empty_cache()
+        empty_caches(self._device)
 
     def _resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         if "weights" in tags:
@@ -74,8 +75,4 @@ class ModelRollout(BaseReleasingRollout):
     def _close(self) -> None:
         self._model = self._table = None
         self._dropped = []
-        self._empty_cache()
-
-    def _empty_cache(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_caches(self._device)

@@ -14,6 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from core.batch import flat, nested, num_rows, row_groups, row_lengths, take, to_jagged, to_padded
 from core.config import structure
+from core.device import choose_device
 from core.dispatch import Dispatch, on_mesh, register
 from core.engine import OPTIONAL, Engine, MicroResult
 from core.errors import ConfigError, Refused
@@ -22,6 +23,7 @@ from core.manifest import Capability
 from core.registry import Choice, EngineRegistry
 from core.worker import Shard, Worker
 from manymesh.parts.agreement import agree
+from manymesh.parts.device_memory import empty_caches
 from manymesh.parts.log_probs import unpacked
 from manymesh.workers.export import export_directory
 from manymesh.workers.micro_batch import MicroBatchConfig, plan_micro_batches, round_up, widen
@@ -75,6 +77,7 @@ class TrainingWorker(Worker):
     def reset(self) -> None:
         """Build the engine's model and optimizer from its config."""
         self.engine.initialize()
+        self._leave_room()
 
     @register()
     def set_loss_fn(self, loss: LossSpec | LossFn) -> None:
@@ -123,6 +126,7 @@ class TrainingWorker(Worker):
                 forward_only=True,
                 outputs=frozenset(outputs),
             )
+        self._leave_room()
         if results is None:  # not the last pipeline stage: somebody else answers
             return None
         return step.gather(batch, results, outputs), Metric.join_all([dict(r.metrics) for r in results])
@@ -167,6 +171,7 @@ class TrainingWorker(Worker):
         with self.engine.train_mode():
             for _ in range(epochs):
                 parts += [self._train_step(step, loss_fn, temperature) for step in steps]
+        self._leave_room()
         return _join_steps(parts)
 
     @register()
@@ -207,6 +212,11 @@ class TrainingWorker(Worker):
 
     def shutdown(self) -> None:
         self.engine.shutdown()
+
+    def _leave_room(self) -> None:
+        """For other groups' processes on the same device. A rollout in this process makes its own room."""
+        if self.context.shares_device:
+            empty_caches(choose_device(self.config.device))
 
     def _require(self, capability: Capability) -> Any:
         """The engine, which meets the protocol of a capability, or Refused."""

@@ -22,7 +22,7 @@ SERVER = {"_start", "_requests", "_score_limits"}
     ("base", "parts"),
     [
         (EngineBase, ENGINE | WEIGHTS),
-        (OffloadEngineBase, ENGINE | WEIGHTS | {"_move", "_free_cache"}),
+        (OffloadEngineBase, ENGINE | WEIGHTS | {"_move"}),
         (ModelEngine, ENGINE),
         (BaseRollout, ROLLOUT),
         (BaseReleasingRollout, ROLLOUT | {"_release_memory", "_resume_memory"}),

@@ -179,6 +179,7 @@ class RayTransport:
         python: str | None = None,
     ) -> None:
         self.world_size, self._group = pool.world_size, group
+        self._shares_device = pool.max_colocate_count > 1
         self._here = ray.get_runtime_context().get_node_id()
         self.ended = False
         # Of each rank's next call, where the actors have event loops.
@@ -229,7 +230,14 @@ class RayTransport:
         references = {}
         for rank, (local_rank, local_size) in enumerate(local_ranks(self.identities)):
             context = WorkerContext(
-                self._group, rank, self.world_size, local_rank, local_size, self._address, self._port
+                self._group,
+                rank,
+                self.world_size,
+                local_rank,
+                local_size,
+                self._address,
+                self._port,
+                shares_device=self._shares_device,
             )
             references[rank] = self._actors[rank].construct_from.remote(parcel, context, observers)
         return RayTicket(references)

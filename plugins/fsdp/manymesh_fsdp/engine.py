@@ -56,12 +56,13 @@ class FsdpEngine(OffloadEngineBase[FsdpState], ModelEngine[FsdpState]):
 
     def __init__(self, config: FsdpConfig, device: str | None = None) -> None:
         require_world()
-        self._device = choose_device(device)
-        self._config = config = config.on(self._device.type)
+        on = choose_device(device)
+        self._config = config = config.on(on.type)
         layout_plan = plan(config, dist.get_world_size())
         super().__init__(
             world_mesh(layout_plan),
             layout_plan.limits,
+            device=on,
             parameters=config.offload_parameters,
             optimizer=config.offload_optimizer,
         )
@@ -143,7 +144,3 @@ class FsdpEngine(OffloadEngineBase[FsdpState], ModelEngine[FsdpState]):
             state.model.to(target)
         elif state.optimizer is not None:
             state.optimizer.to(target)
-
-    def _free_cache(self) -> None:
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).empty_cache()

@@ -76,7 +76,13 @@ class MegatronEngine(OffloadEngineBase[MegatronState]):
         with self._runtime.scope():
             open_groups(self, config)
         mesh = RankMesh(layout_plan.layout, dist.get_rank(), layout_plan.route, group_along)
-        super().__init__(mesh, limits, parameters=config.offload_parameters, optimizer=config.offload_optimizer)
+        super().__init__(
+            mesh,
+            limits,
+            device=self._runtime.device,
+            parameters=config.offload_parameters,
+            optimizer=config.offload_optimizer,
+        )
         self._parked: dict[Part, Parked] = {}
         self._one_shape = config.moe_dispatcher == "allgather" and self._mesh.dp_size > 1
         self._checkpointer = Checkpointer(config, self._model, self._runtime, self._mesh)
@@ -245,9 +251,6 @@ class MegatronEngine(OffloadEngineBase[MegatronState]):
             state.has_gradients = False
         elif state.optimizer is not None:
             self._parked[part] = Parked(state_tensors(state.optimizer))
-
-    def _free_cache(self) -> None:
-        self._runtime.free_cache()
 
     def save_checkpoint(self, path: str, *, step: int) -> None:
         """Collective. Replaces an older checkpoint once the new one is whole: with async_checkpoint not at once.

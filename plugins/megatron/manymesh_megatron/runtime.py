@@ -59,11 +59,6 @@ class Runtime:
             return local_block_spec(config, vp_stage)
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
 
-    def free_cache(self) -> None:
-        """Give memory that the allocator holds back to the device, for other processes on it."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
 
 def _fused(transformer_engine: bool, on_cuda: bool) -> dict[str, Any]:
     """Fused kernels: apex's never, since its absence is an error at the first call; TransformerEngine's where it is."""
