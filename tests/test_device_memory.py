@@ -123,7 +123,12 @@ def test_a_trainer_leaves_room_after_its_turn_where_its_gpu_is_shared(
     worker.config, worker.engine = TrainingWorkerConfig(), cast(Any, Actor())
     worker._loss_fn = cast(Any, PolicyLoss())
     monkeypatch.setattr(worker, "_plan", lambda batches: [SimpleNamespace(micro_batches=[], scale=None)])
-    monkeypatch.setattr(worker, "_train_step", lambda *_: calls.append("step") or {})
+
+    def train_step(*_: Any) -> dict[str, Any]:
+        calls.append("step")
+        return {}
+
+    monkeypatch.setattr(worker, "_train_step", train_step)
     batch = make_batch()
     for turn, done in (
         (worker.reset, []),
