@@ -38,11 +38,13 @@ class Accelerators:
         ids: as the vendor, or Ray, names them on this node: numbers, UUIDs or MIG instances.
         ordinals: their numbers within the process: 2 is torch's "cuda:2".
         num_visible: how many the process sees, its own and others.
+        are_shared: whether processes of other groups may be on them too.
     """
 
     ids: tuple[str, ...]
     ordinals: tuple[int, ...]
     num_visible: int
+    are_shared: bool = False
 
     @classmethod
     def given(

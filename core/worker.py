@@ -24,7 +24,6 @@ class WorkerContext:
         local_rank, local_world_size: its place among the group's ranks on the same node, and their number.
         accelerators: what it was given; None where it was given none, and where nobody deals them (in one process).
         master_addr, master_port: where rank 0 keeps the rendezvous store; port 0 in a group within one process.
-        shares_device: whether processes of other groups may be on the rank's device.
         listener: rank 0's listening socket, opened before anybody was told its port, so that there is no race for it.
     """
 
@@ -37,7 +36,6 @@ class WorkerContext:
     master_port: int = 0
     listener: socket.socket | None = attrs.field(default=None, repr=False, eq=False)
     accelerators: Accelerators | None = None
-    shares_device: bool = False
 
     def environment(self) -> dict[str, str]:
         """The variables that torch and the libraries built on it read."""

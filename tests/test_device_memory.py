@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDict
 
 from core.config import RolloutConfig
+from core.device import Accelerators
 from core.engine import WeightSpec
 from core.manifest import Limits
 from core.mesh import MeshLayout, RankMesh
@@ -113,12 +114,12 @@ def test_a_rollout_has_room_before_it_takes_memory_and_after_an_update(calls: li
     assert calls == []
 
 
-@pytest.mark.parametrize("shares_device", [True, False])
+@pytest.mark.parametrize("are_shared", [True, False])
 def test_a_trainer_leaves_room_after_its_turn_where_its_gpu_is_shared(
-    calls: list[str], monkeypatch: pytest.MonkeyPatch, shares_device: bool
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, are_shared: bool
 ) -> None:
     monkeypatch.setattr("manymesh.workers.training.choose_device", lambda device: CUDA)
-    with placed(WorkerContext(shares_device=shares_device)):
+    with placed(WorkerContext(accelerators=Accelerators(("0",), (0,), 1, are_shared))):
         worker = TrainingWorker.__new__(TrainingWorker)
     worker.config, worker.engine = TrainingWorkerConfig(), cast(Any, Actor())
     worker._loss_fn = cast(Any, PolicyLoss())
@@ -137,7 +138,7 @@ def test_a_trainer_leaves_room_after_its_turn_where_its_gpu_is_shared(
     ):
         calls.clear()
         turn()
-        assert calls == [*done, *(EMPTIED if shares_device else [])]
+        assert calls == [*done, *(EMPTIED if are_shared else [])]
 
 
 @attrs.define

@@ -215,7 +215,8 @@ class TrainingWorker(Worker):
 
     def _leave_room(self) -> None:
         """For other groups' processes on the same device. A rollout in this process makes its own room."""
-        if self.context.shares_device:
+        given = self.context.accelerators
+        if given is not None and given.are_shared:
             empty_caches(choose_device(self.config.device))
 
     def _require(self, capability: Capability) -> Any:

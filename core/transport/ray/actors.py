@@ -62,13 +62,17 @@ class RayHost(WorkerHost):
         return call
 
     def construct_from(
-        self, build: tuple[type, Any, Any, tuple[Parcel, ...]], context: WorkerContext, observers: tuple[Observer, ...]
+        self,
+        build: tuple[type, Any, Any, tuple[Parcel, ...]],
+        context: WorkerContext,
+        observers: tuple[Observer, ...],
+        are_shared: bool,
     ) -> Any:
         cls, args, kwargs, backends = build
         unpack(backends)
         if self._given:
             try:
-                accelerators = Accelerators.given_here(self._given)
+                accelerators = attrs.evolve(Accelerators.given_here(self._given), are_shared=are_shared)
             except Refused as error:
                 return sent(failed(error))
             context = attrs.evolve(context, accelerators=accelerators)
@@ -179,7 +183,7 @@ class RayTransport:
         python: str | None = None,
     ) -> None:
         self.world_size, self._group = pool.world_size, group
-        self._shares_device = pool.max_colocate_count > 1
+        self._are_shared = pool.max_colocate_count > 1
         self._here = ray.get_runtime_context().get_node_id()
         self.ended = False
         # Of each rank's next call, where the actors have event loops.
@@ -230,16 +234,9 @@ class RayTransport:
         references = {}
         for rank, (local_rank, local_size) in enumerate(local_ranks(self.identities)):
             context = WorkerContext(
-                self._group,
-                rank,
-                self.world_size,
-                local_rank,
-                local_size,
-                self._address,
-                self._port,
-                shares_device=self._shares_device,
+                self._group, rank, self.world_size, local_rank, local_size, self._address, self._port
             )
-            references[rank] = self._actors[rank].construct_from.remote(parcel, context, observers)
+            references[rank] = self._actors[rank].construct_from.remote(parcel, context, observers, self._are_shared)
         return RayTicket(references)
 
     def route(self, mesh: str) -> RayTicket:
