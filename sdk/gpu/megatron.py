@@ -15,6 +15,7 @@ from sdk.gpu.tools import GIB, built, free_memory, model_for_device, need_backen
 from sdk.gpu.training import Rows, train_step
 from sdk.testing import tiny_model
 
+IN_FP32 = {"dtype": "float32", "layer_spec": "local"}  # TransformerEngine's layers are refused in fp32
 # On CPU the program is tested, not the engine, which has the kit in its own tests.
 FEW = ("micro_batches", "refuse", "checkpoint", "whole", "full", "top_log", "again", "stream")
 
@@ -27,9 +28,7 @@ def engine(run: StepRun) -> None:
         run.absent("TransformerEngine", "not installed: layers of Megatron's own")
     without = () if run.on_cuda else FEW
     with run.part("the kit in fp32"):
-        run_kit(
-            run, "engine", "megatron", ENGINE_SUITES, {"dtype": "float32"}, title="the kit in fp32", without=without
-        )
+        run_kit(run, "engine", "megatron", ENGINE_SUITES, IN_FP32, title="the kit in fp32", without=without)
     with run.part("the kit in bf16"):
         _in_bf16(run)
     with run.part("speed"):
@@ -68,7 +67,7 @@ def _experts(run: StepRun) -> None:
     """A step, a checkpoint and its end, of four experts."""
     model = tiny_model(Path(run.folder, "experts"), "qwen3_moe", initializer_range=0.1)
     rows = Rows(run, num_rows=4, width=32)
-    options: dict[str, Any] = {"model": model, "dtype": "float32", "optimizer": {"lr": 1e-3}}
+    options: dict[str, Any] = {"model": model, **IN_FP32, "optimizer": {"lr": 1e-3}}
     path = str(Path(run.folder, "experts-checkpoint"))
     with built(run, "megatron", **options) as made:
         train_step(made, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
@@ -10,6 +11,7 @@ import attrs
 from core.config import EngineConfig, sampling_dtype
 from core.errors import ConfigError
 
+LayerSpec = Literal["auto", "local", "transformer_engine"]
 ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
 
 # Fields of megatron's TransformerConfig that are not the user's to override, and what decides them.
@@ -21,6 +23,8 @@ _OWNERS: Mapping[str, str] = {
     "expert_model_parallel_size": "the option expert_parallel",
     "expert_tensor_parallel_size": "the option expert_tensor_parallel",
     "sequence_parallel": "the option sequence_parallel",
+    "num_layers_in_first_pipeline_stage": "the option first_stage_layers",
+    "num_layers_in_last_pipeline_stage": "the option last_stage_layers",
     "overlap_p2p_comm": "the option overlap_p2p",
     "batch_p2p_comm": "the option overlap_p2p",
     "recompute_granularity": "the option recompute",
@@ -31,13 +35,11 @@ _OWNERS: Mapping[str, str] = {
     **dict.fromkeys(("calculate_per_token_loss", "variable_seq_lengths", "finalize_model_grads_func"), "the engine"),
     **dict.fromkeys(
         (
-            "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage",
             "account_for_embedding_in_pipeline_split",
             "account_for_loss_in_pipeline_split",
             "pipeline_model_parallel_layout",
         ),
-        "the engine, which deals layers to stages evenly",
+        "the options first_stage_layers and last_stage_layers",
     ),
     **dict.fromkeys(
         (
@@ -115,20 +117,24 @@ class MegatronConfig(EngineConfig):
     tensor_parallel: int = _size()  # ranks that share each layer's matrices
     pipeline_parallel: int = _size()  # ranks in a row, each of which holds a part of the layers
     virtual_pipeline: int | None = attrs.field(default=None, validator=_two_or_more)  # stages a rank; None: one
+    first_stage_layers: int | None = _size(None)  # of the first pipeline rank; None: as the ranks between
+    last_stage_layers: int | None = _size(None)  # of the last pipeline rank; None: as the ranks between
     context_parallel: int = _size()  # ranks that share each row's tokens
     expert_parallel: int = _size()  # ranks that share the experts of a layer
     expert_tensor_parallel: int | None = _size(None)  # None: as tensor_parallel, which is megatron's default
     order: str = attrs.field(default="tp-cp-ep-dp-pp", validator=_axis_order)  # of ranks on axes, innermost first
-    sequence_parallel: bool = False  # norms and dropout work on 1/tensor_parallel of the tokens
+    # Norms and dropout work on 1/tensor_parallel of the tokens; None: on GPUs with tensor_parallel above 1.
+    sequence_parallel: bool | None = None
     distributed_optimizer: bool = True  # each data-parallel rank holds its share of the optimizer's state
     overlap_grad_reduce: bool = False  # reduce a bucket of gradients while backward goes on
     overlap_param_gather: bool = False  # gather a bucket of parameters while forward goes on
     bucket_size: int | None = _size(None)  # parameters a bucket; None: megatron's choice
     recompute: Literal["none", "selective", "full"] = "none"  # of activations in backward
     recompute_layers: int = _size()  # layers that "full" recomputes as one block
-    moe_dispatcher: Literal["alltoall", "allgather"] = "alltoall"  # the collective by which tokens reach experts
-    packing: bool | None = None  # run rows without padding; None: padded
-    layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"  # whose layers; "auto": the machine's best
+    # By what tokens reach experts: a collective, or "flex", DeepEP's kernels on GPUs.
+    moe_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    packing: bool | None = None  # run rows without padding; None: where TransformerEngine's layers can
+    layer_spec: LayerSpec = "auto"  # whose layers; "auto": the machine's best
     offload_parameters: bool = False  # parameters on CPU outside of the modes, gradients nowhere outside of train_mode
     offload_optimizer: bool = False  # optimizer state on CPU outside of train_mode
     async_checkpoint: bool = False  # write checkpoints while training goes on
@@ -148,9 +154,17 @@ class MegatronConfig(EngineConfig):
             )
 
     def on(self, device: str) -> Self:
-        """As EngineConfig.on. "auto" is float32 on CPU and bfloat16 elsewhere, where the optimizer steps in float32
-        copies."""
-        return attrs.evolve(self, dtype=sampling_dtype(device)) if self.dtype == "auto" else self
+        """As EngineConfig.on. The dtype "auto" is float32 on CPU and bfloat16 elsewhere, where the optimizer steps in
+        float32 copies. The layers "auto" are TransformerEngine's on CUDA where it is installed in this process."""
+        have_engine = device == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+        auto_spec: LayerSpec = "transformer_engine" if have_engine else "local"
+        auto_parallel = device != "cpu" and self.tensor_parallel > 1
+        return attrs.evolve(
+            self,
+            dtype=sampling_dtype(device) if self.dtype == "auto" else self.dtype,
+            layer_spec=auto_spec if self.layer_spec == "auto" else self.layer_spec,
+            sequence_parallel=auto_parallel if self.sequence_parallel is None else self.sequence_parallel,
+        )
 
     @property
     def expert_tensor_size(self) -> int:
@@ -166,5 +180,18 @@ class MegatronConfig(EngineConfig):
     def packed(self) -> bool:
         """Whether rows are run without padding between them."""
         if self.packing is None:
-            return self.layer_spec == "transformer_engine" and self.context_parallel == 1
+            can_pack = self.context_parallel == 1 and self.moe_dispatcher != "allgather"
+            return self.layer_spec == "transformer_engine" and can_pack
         return self.packing
+
+    def stage_layers(self, num_layers: int) -> list[int] | None:
+        """How many layers each pipeline rank has; None where they cannot be dealt so."""
+        ends = [each for each in (self.first_stage_layers, self.last_stage_layers) if each is not None]
+        between, rest = self.pipeline_parallel - len(ends), num_layers - sum(ends)
+        each = rest // between if between > 0 else 0
+        if between < 0 or each * between != rest or (between > 0 and each < 1):
+            return None
+        first = [self.first_stage_layers] if self.first_stage_layers is not None else []
+        last = [self.last_stage_layers] if self.last_stage_layers is not None else []
+        stages = [*first, *[each] * between, *last]
+        return None if any(layers % self.virtual_stages for layers in stages) else stages

@@ -36,9 +36,7 @@ class Share:
     def of(cls, config: MegatronConfig, shape: DecoderShape, stage: int) -> Share:
         """Of a rank in a pipeline stage; ranks of one stage have equal shares."""
         tp, pp = config.tensor_parallel, config.pipeline_parallel
-        depth = len(shape.layers) // (pp * config.virtual_stages)
-        starts = [(turn * pp + stage) * depth for turn in range(config.virtual_stages)]
-        layers = tuple(layer for start in starts for layer in shape.layers[start : start + depth])
+        layers = tuple(shape.layers[number] for number in layer_numbers(config, len(shape.layers), stage))
         first, last = stage == 0, stage == pp - 1
         multiple = config.vocab_multiple * tp
         embedding = -(-shape.vocab // multiple) * multiple * shape.hidden // tp
@@ -47,6 +45,13 @@ class Share:
         dense = sum(layer.sharded // tp + layer.whole for layer in layers) + tables * embedding + last * shape.hidden
         experts = sum(layer.experts for layer in layers) // (config.expert_parallel * config.expert_tensor_size)
         return cls(dense, experts, layers, first, last)
+
+
+def layer_numbers(config: MegatronConfig, num_layers: int, stage: int) -> list[int]:
+    """Which layers the ranks of a pipeline stage have, by virtual stage."""
+    chunks = [number // config.virtual_stages for number in config.stage_layers(num_layers) or ()]
+    starts = [turn * sum(chunks) + sum(chunks[:stage]) for turn in range(config.virtual_stages)]
+    return [number for start in starts for number in range(start, start + chunks[stage])]
 
 
 def memory(config: MegatronConfig, world_size: int, model: ModelFacts, load: Load) -> Sequence[Memory]:
@@ -108,7 +113,7 @@ def _pass(config: MegatronConfig, shape: DecoderShape, share: Share, tokens: int
         layers=share.layers,
         recomputed=config.recompute_layers if config.recompute == "full" else 0,
         tensor_parallel=config.tensor_parallel,
-        sequence_parallel=config.sequence_parallel,
+        sequence_parallel=bool(config.sequence_parallel),
     )
     return one if share.last else attrs.evolve(one, logits=0, logits_gradient=0)
 

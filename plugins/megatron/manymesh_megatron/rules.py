@@ -71,6 +71,8 @@ def _values(option: str, world_size: int, model: Architecture | None) -> Iterabl
     """What to try for an option."""
     if option in _CHOICES:
         return _CHOICES[option]
+    if option in ("first_stage_layers", "last_stage_layers"):
+        return (None, *range(1, model.num_hidden_layers if model else 1))
     if option == "virtual_pipeline":
         return (None, *range(2, model.num_hidden_layers + 1 if model else 2))
     return range(1, world_size + 1)
@@ -79,9 +81,10 @@ def _values(option: str, world_size: int, model: Architecture | None) -> Iterabl
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "sequence_parallel": (False, True),
     "overlap_p2p": (None,),
-    "dtype": ("bfloat16", "float32"),
+    "dtype": ("auto", "bfloat16", "float32"),
+    "layer_spec": ("auto", "local"),
     "packing": (False,),
-    "moe_dispatcher": ("alltoall", "allgather"),
+    "moe_dispatcher": ("alltoall", "allgather", "flex"),
 }
 
 
@@ -140,6 +143,18 @@ RULES = (
         lambda c, *_: not c.sequence_parallel or c.tensor_parallel > 1,
     ),
     Rule(
+        "sizes of the first and the last pipeline stage need a pipeline of at least two",
+        ("first_stage_layers", "last_stage_layers", "pipeline_parallel"),
+        "no such sizes, or more ranks in the pipeline",
+        lambda c, *_: c.pipeline_parallel > 1 or (c.first_stage_layers, c.last_stage_layers) == (None, None),
+    ),
+    Rule(
+        "TransformerEngine's fast attention takes 16 bits alone; in float32 it holds tokens x tokens",
+        ("dtype", "layer_spec"),
+        "16 bits, or megatron's own layers",
+        lambda c, *_: (c.dtype, c.layer_spec) != ("float32", "transformer_engine"),
+    ),
+    Rule(
         "the engine does not scale the loss, which float16 needs",
         ("dtype",),
         "a dtype with the range of float32",
@@ -153,9 +168,9 @@ RULES = (
     ),
     Rule(
         "layers cannot be dealt to pipeline stages evenly",
-        ("pipeline_parallel", "virtual_pipeline"),
-        "a number of stages that divides the layers",
-        lambda c, _, model: model.num_hidden_layers % (c.pipeline_parallel * c.virtual_stages) == 0,
+        ("pipeline_parallel", "virtual_pipeline", "first_stage_layers", "last_stage_layers"),
+        "a number of stages that divides the layers, those of a first and a last stage of other sizes left out",
+        lambda c, _, model: c.stage_layers(model.num_hidden_layers) is not None,
         ("num_hidden_layers",),
     ),
     Rule(
@@ -214,7 +229,7 @@ RULES = (
         "megatron-core trains experts under tensor parallel ranks only with sequence parallel",
         ("sequence_parallel", "tensor_parallel"),
         "sequence parallel, or one tensor parallel rank",
-        lambda c, _, model: not model.num_experts or c.tensor_parallel == 1 or c.sequence_parallel,
+        lambda c, _, model: not model.num_experts or c.tensor_parallel == 1 or c.sequence_parallel is not False,
         ("num_experts",),
     ),
     Rule(

@@ -37,7 +37,7 @@ class Runtime:
 
     @classmethod
     def choose(cls, config: MegatronConfig, device: str | None) -> Runtime:
-        """Raises Refused: no such device, or TransformerEngine's layers where it isn't."""
+        """Raises Refused: no such device, or TransformerEngine's layers or DeepEP's kernels where they aren't."""
         set_variables()
         torch_device = choose_device(device)
         on_cuda = torch_device.type == "cuda"
@@ -48,9 +48,18 @@ class Runtime:
                 have=f"device {torch_device}, the package is {'' if have else 'not '}usable",
                 mend="install transformer-engine[pytorch], or set layer_spec='auto'",
             )
-        transformer_engine = have and config.layer_spec != "local"
+        if config.moe_dispatcher == "flex" and not (on_cuda and _can_import("deep_ep")):
+            raise Refused(
+                "the flex dispatcher needs CUDA and the package deep_ep",
+                have=f"device {torch_device}" + (", the package cannot be imported" if on_cuda else ""),
+                mend="install DeepEP, or set moe_dispatcher='alltoall'",
+            )
+        transformer_engine = config.on(torch_device.type).layer_spec == "transformer_engine"
         return cls(
-            torch_device, nullcontext if on_cuda else on_cpu, transformer_engine, _fused(transformer_engine, on_cuda)
+            torch_device,
+            nullcontext if on_cuda else on_cpu,
+            transformer_engine,
+            fused(transformer_engine, on_cuda, trainable=config.trainable),
         )
 
     def block_spec(self, config: Any, vp_stage: int | None) -> Any:
@@ -60,10 +69,13 @@ class Runtime:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
 
 
-def _fused(transformer_engine: bool, on_cuda: bool) -> dict[str, Any]:
-    """Fused kernels: apex's never, since its absence is an error at the first call; TransformerEngine's where it is."""
+def fused(transformer_engine: bool, on_cuda: bool, *, trainable: bool) -> dict[str, Any]:
+    """megatron's options of fused kernels: each where it can be used, since its absence is an error at the first call.
+
+    Products add a weight's gradient to the DDP's buffer, with apex's kernel, where there is a buffer.
+    """
     return {
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": on_cuda and trainable and _can_import("fused_weight_gradient_mlp_cuda"),
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "bias_dropout_fusion": False,
@@ -74,3 +86,12 @@ def _fused(transformer_engine: bool, on_cuda: bool) -> dict[str, Any]:
         # Stages free what they have sent; on CPU that takes a way into autograd which leaves the shim.
         "deallocate_pipeline_outputs": on_cuda,
     }
+
+
+def _can_import(name: str) -> bool:
+    """An extension that was built for another torch is found, and cannot be imported."""
+    try:
+        importlib.import_module(name)
+    except (ImportError, OSError):
+        return False
+    return True

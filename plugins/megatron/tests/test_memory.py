@@ -13,7 +13,7 @@ from core.manifest import ModelFacts
 from core.memory import Load, Memory, Phase
 from manymesh.parts.decoder_shape import DecoderShape
 from manymesh_megatron.config import MegatronConfig
-from manymesh_megatron.memory import Share, in_flight, memory
+from manymesh_megatron.memory import Share, in_flight, layer_numbers, memory
 from manymesh_megatron.offload import gradient_tensors, parameter_tensors, state_tensors
 from manymesh_megatron.plan import plan
 from sdk.peak_memory import peak_memory
@@ -103,6 +103,36 @@ def test_stages_together_have_the_model_and_a_second_table_where_it_is_tied(mode
 
 
 @pytest.mark.parametrize(
+    ("num_layers", "pp", "vpp", "first", "last"),
+    [(8, 4, None, None, None), (8, 2, 2, None, None), (61, 8, None, 5, None), (94, 8, None, 11, 11), (12, 3, 2, 2, 6)],
+)
+def test_stages_have_the_layers_that_megatron_gives_them(num_layers, pp, vpp, first, last) -> None:
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    config = MegatronConfig(
+        "m", pipeline_parallel=pp, virtual_pipeline=vpp, first_stage_layers=first, last_stage_layers=last
+    )
+    upstream = TransformerConfig(
+        num_layers=num_layers,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+        pipeline_dtype=torch.float32,
+    )
+    for stage in range(pp):
+        want = []
+        for turn in range(vpp) if vpp else [None]:
+            start = get_transformer_layer_offset(upstream, turn, stage)
+            want += range(start, start + get_num_layers_to_build(upstream, turn, stage))
+        assert layer_numbers(config, num_layers, stage) == want
+
+
+@pytest.mark.parametrize(
     ("options", "num_micro", "by_stage"),
     [
         ({}, 8, [1]),
@@ -128,7 +158,7 @@ def test_masters_are_in_fp32_where_the_model_is_not_and_shared_over_data_paralle
     assert (idle.parameters, idle.gradients) == (2 * num, 4 * num)
     assert idle.optimizer == pytest.approx(12 * num / 8, rel=1e-5)
     assert phases(model, distributed_optimizer=False)[Phase.IDLE].optimizer == 12 * num
-    assert phases(model, dtype="float32")[Phase.IDLE].optimizer == pytest.approx(num, rel=1e-5)
+    assert phases(model, dtype="float32", layer_spec="local")[Phase.IDLE].optimizer == pytest.approx(num, rel=1e-5)
 
 
 def test_gradients_come_back_for_training_alone_and_are_never_on_the_host(model_dir) -> None:

@@ -48,6 +48,7 @@ CASES = [
     case("pp2", 2, "qwen2", **sizes(pp=2), slow=True),
     case("pp2, packed", 2, **sizes(pp=2), packing=True, slow=True),
     case("pp4", 4, **sizes(pp=4), slow=True),
+    case("pp2 of three layers", 2, "qwen3 of 3 layers", **sizes(pp=2), first_stage_layers=2, ci=True),
     case("pp2 vpp2", 2, **sizes(pp=2, vpp=2), ci=True),
     case("pp4 vpp2", 4, "qwen3 of 8 layers", **sizes(pp=4, vpp=2), slow=True),
     case("tp2 pp2, tied", 4, "qwen3 tied", **sizes(tp=2, pp=2)),
@@ -94,6 +95,7 @@ CASES = [
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3 of 3 layers": ("qwen3", {"num_layers": 3}),
     "qwen3 of 8 layers": ("qwen3", {"num_layers": 8}),
     "llama": ("llama", {}),
     "qwen2": ("qwen2", {}),

@@ -86,11 +86,59 @@ def test_limits_follow_what_cuts_the_tokens_and_the_micro_batches() -> None:
     assert planned(8, pipeline_parallel=4, virtual_pipeline=2).limits.micro_batch_multiple == 4
 
 
-def test_rows_are_packed_where_asked_or_where_the_attention_is_transformer_engines() -> None:
+@pytest.fixture(params=[True, False], ids=["with TransformerEngine", "without TransformerEngine"])
+def transformer_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the package can be found."""
+    found = object() if request.param else None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: {"transformer_engine": found}[name])
+    return bool(request.param)
+
+
+def test_rows_are_packed_where_asked_or_where_the_layers_come_to_transformer_engines(transformer_engine: bool) -> None:
     assert planned(8, packing=True).limits.packed
     assert not planned(8).limits.packed
-    assert planned(8, layer_spec="transformer_engine").limits.packed
-    assert not planned(8, layer_spec="transformer_engine", context_parallel=2).limits.packed
+    on_gpu = MegatronConfig("m").on("cuda")
+    assert on_gpu.layer_spec == ("transformer_engine" if transformer_engine else "local")
+    assert MegatronConfig("m").on("cpu").layer_spec == MegatronConfig("m", layer_spec="local").on("cuda").layer_spec
+    assert plan(on_gpu, 8).limits.packed is transformer_engine
+    for options in ({"context_parallel": 2}, {"moe_dispatcher": "allgather"}, {"packing": False}):
+        assert not plan(MegatronConfig("m", **options).on("cuda"), 8, MOE).limits.packed
+
+
+def test_tensor_parallel_ranks_share_the_tokens_on_gpus() -> None:
+    def settled(device: str, **options: Any) -> bool | None:
+        return MegatronConfig("m", **options).on(device).sequence_parallel
+
+    assert settled("cuda", tensor_parallel=2)
+    assert settled("cuda") is settled("cpu", tensor_parallel=2) is False
+    assert settled("cuda", tensor_parallel=2, sequence_parallel=False) is False
+    assert settled("cpu", tensor_parallel=2, sequence_parallel=True)
+    planned(8, MOE, tensor_parallel=2)  # left to the device
+    assert plan(MegatronConfig("m", tensor_parallel=4).on("cuda"), 8, DENSE).limits.sequence_multiple == 4
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "pp", "ends", "stages"),
+    [
+        (61, 8, (5, None), [5, 8, 8, 8, 8, 8, 8, 8]),
+        (94, 8, (11, 11), [11, 12, 12, 12, 12, 12, 12, 11]),
+        (61, 16, (None, 1), [4] * 15 + [1]),
+        (3, 2, (2, None), [2, 1]),
+        (3, 2, (1, 2), [1, 2]),
+        (3, 2, (2, 2), None),
+        (8, 8, (8, None), None),  # nothing is left for the others
+        (61, 8, (None, None), None),
+        (61, 8, (6, None), None),
+    ],
+)
+def test_first_and_last_stages_take_numbers_of_layers_that_do_not_divide(num_layers, pp, ends, stages) -> None:
+    options = {"pipeline_parallel": pp, "first_stage_layers": ends[0], "last_stage_layers": ends[1]}
+    assert MegatronConfig("m", **options).stage_layers(num_layers) == stages
+    if stages:
+        planned(pp, changed(DENSE, num_hidden_layers=num_layers), **options)
+    else:
+        with pytest.raises(Refused, match="dealt to pipeline stages"):
+            planned(pp, changed(DENSE, num_hidden_layers=num_layers), **options)
 
 
 def test_a_value_model_gives_values() -> None:
@@ -137,7 +185,17 @@ CASES = [
     case("None", "set overlap_p2p", "", 8, None, overlap_p2p=False, pipeline_parallel=2, virtual_pipeline=2),
     case("without virtual_pipeline", "set overlap_p2p=None", "", 8, None, overlap_p2p=True, pipeline_parallel=2),
     case("one of [2, 4, 8]", "set sequence_parallel=False", "tensor_parallel=1", 8, None, sequence_parallel=True),
-    case("['bfloat16', 'float32']", "set dtype=bfloat16", "", 8, None, dtype="float16"),
+    case("['auto', 'bfloat16', 'float32']", "set dtype=auto", "", 8, None, dtype="float16"),
+    case(
+        "dtype one of ['auto', 'bfloat16'] or layer_spec one of ['auto', 'local']",
+        "set dtype=auto",
+        "layer_spec=transformer_engine",
+        8,
+        None,
+        dtype="float32",
+        layer_spec="transformer_engine",
+    ),
+    case("pipeline_parallel one of [2, 4, 8]", "set first_stage_layers=None", "", 8, None, first_stage_layers=2),
     case("context_parallel 1", "set packing=False", "context_parallel=2", 8, None, packing=True, context_parallel=2),
     case("one of [1, 2]", "set pipeline_parallel=2", "num_hidden_layers=8", 6, DENSE, pipeline_parallel=3),
     case("[None, 2, 4]", "set virtual_pipeline=2", "layers=8", 8, DENSE, virtual_pipeline=3, pipeline_parallel=2),
@@ -156,7 +214,15 @@ CASES = [
         expert_tensor_parallel=16,
         expert_parallel=2,
     ),
-    case("True or tensor_parallel 1", "set sequence_parallel=True", "num_experts=6", 8, MOE, tensor_parallel=2),
+    case(
+        "True or tensor_parallel 1",
+        "set sequence_parallel=True",
+        "num_experts=6",
+        8,
+        MOE,
+        tensor_parallel=2,
+        sequence_parallel=False,
+    ),
     case(
         "expert_tensor_parallel 2 or expert_parallel 2",
         "set expert_tensor_parallel=2",
@@ -167,7 +233,9 @@ CASES = [
         tensor_parallel=2,
         sequence_parallel=True,
     ),
-    case("alltoall", "set moe_dispatcher=", "experts=6", 8, MOE, moe_dispatcher="allgather", pipeline_parallel=2),
+    case(
+        "alltoall", "set moe_dispatcher=alltoall", "experts=6", 8, MOE, moe_dispatcher="allgather", pipeline_parallel=2
+    ),
     case(
         "packing False", "set moe_dispatcher=alltoall", "packing=True", 8, MOE, moe_dispatcher="allgather", packing=True
     ),
@@ -208,6 +276,9 @@ def test_every_rule_is_among_the_refusals_tested() -> None:
         {"tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2, "overlap_p2p": True},
         {"expert_tensor_parallel": 1, "tensor_parallel": 2},
         {"tensor_parallel": 2, "order": "tp-dp"},
+        {"pipeline_parallel": 4, "first_stage_layers": 1, "last_stage_layers": 3},
+        {"layer_spec": "transformer_engine", "dtype": "bfloat16"},
+        {"layer_spec": "local", "dtype": "float32"},
     ],
 )
 def test_what_megatron_can_do_is_not_refused(options: dict[str, Any]) -> None:
@@ -314,7 +385,7 @@ def test_every_option_is_in_the_readme() -> None:
 
 @pytest.mark.parametrize("trainable", [True, False])
 def test_auto_is_bf16_on_gpus_where_the_optimizer_has_fp32_copies(trainable: bool) -> None:
-    config = MegatronConfig("m", trainable=trainable)
+    config = MegatronConfig("m", trainable=trainable, layer_spec="local")
     assert [config.on(device).dtype for device in ("cpu", "cuda")] == ["float32", "bfloat16"]
     assert MegatronConfig("m", dtype="float32").on("cuda").dtype == "float32"
     plan(config, 2)
