@@ -54,6 +54,7 @@ class Plan:
         limits: of micro-batches.
         views: other layouts of the same ranks, by name, e.g. {"expert": ...}.
         gpus_per_process: GPUs that a rank's process uses, where it uses any.
+        environment: variables that the processes want from their start on, where the user sets no others.
     """
 
     layout: MeshLayout
@@ -61,6 +62,7 @@ class Plan:
     limits: Limits = attrs.field(factory=Limits)
     views: Mapping[str, MeshLayout] = attrs.field(factory=dict)
     gpus_per_process: int = attrs.field(default=1, kw_only=True)
+    environment: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)
 
 
 class Planner(Protocol):

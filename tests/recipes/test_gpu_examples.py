@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import pytest
 
 from core.config import left_to_device
+from core.group import RayClassWithInitArgs
 from core.memory import Phase
 from core.registry import EngineRegistry
+from manymesh.recipes.grpo import launch
 from manymesh.recipes.grpo.config import GrpoConfig
 from manymesh.recipes.grpo.memory import GIB, RESERVE, Moment, largest_micro_batch, unknown_parts, worst_moments
 from manymesh.recipes.grpo.placement import Placement
@@ -72,13 +77,38 @@ def test_its_settings_are_those_of_a_real_model(file: str, model: str, tmp_path:
         for part, kind in ((config.actor, "engine"), (config.rollout, "rollout"))
     )
     assert actor.optimizer.lr <= 5e-6
-    assert left_to_device(rollout, "cuda") == {"dtype": "bfloat16"}
+    assert left_to_device(rollout, "cuda")["dtype"] == "bfloat16"
     assert "bfloat16" in left_to_device(actor, "cuda").values()
     assert getattr(actor, "gradient_checkpointing", False) or actor.recompute == "full"
     prompt = config.data.max_prompt_tokens
     assert prompt is not None
     assert rollout.max_model_len >= prompt + config.sampling.max_new_tokens
     assert config.rollout.release_after_generate is (config.rollout_pool is None)
+
+
+def test_processes_start_with_the_variables_that_their_backends_want(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, str]] = []
+
+    @contextmanager
+    def pool(*_: Any, **__: Any) -> Iterator[Any]:
+        yield SimpleNamespace(cpus_per_process=2.0)
+
+    def group(*_: Any, env: dict[str, str], **__: Any) -> Any:
+        started.append(env)
+        return SimpleNamespace(shutdown=lambda **_: None)
+
+    monkeypatch.setattr("core.transport.ray.RayResourcePool", pool)
+    monkeypatch.setattr("core.transport.ray.RayWorkerGroup", group)
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    megatron = placement_of("70b_8nodes", "Llama-3.1-70B", tmp_path)
+    users = placement_of("70b_8nodes", "Llama-3.1-70B", tmp_path, f"pool.env.{name}='8'")
+    for placement in (megatron, users, placement_of("8b_8gpus", "Llama-3.1-8B", tmp_path)):
+        with launch._group(RayClassWithInitArgs(object), placement, "actor", "g"):
+            pass
+    assert [env.get(name) for env in started] == ["1", "8", None]
+    assert {env["OMP_NUM_THREADS"] for env in started} == {"2"}
 
 
 def test_the_demos_name_no_gpu_command_and_the_pages_name_these(tmp_path: Path) -> None:

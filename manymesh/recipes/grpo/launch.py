@@ -87,27 +87,27 @@ def worker_group(config: GrpoConfig) -> Iterator[Workers]:
         others = [config.rollout_pool] if config.rollout_pool else []
         stack.enter_context(ray_cluster(config.pool, *others))
         worker = RayClassWithInitArgs(ActorRolloutRefWorker, placement.worker())
-        gpus = placement.gpus_per_process("actor")
-        trainers = stack.enter_context(_group(worker, config.pool, "actor_rollout_ref", gpus))
+        trainers = stack.enter_context(_group(worker, placement, "actor", "actor_rollout_ref"))
         if config.rollout_pool is None:
             yield Workers.shared(trainers)
             return
         sampler = RayClassWithInitArgs(RolloutWorker, placement.rollout_worker())
-        gpus = placement.gpus_per_process("rollout")
-        rollouts = stack.enter_context(_group(sampler, config.rollout_pool, "rollout", gpus))
+        rollouts = stack.enter_context(_group(sampler, placement, "rollout", "rollout"))
         sync = WeightSync(trainers, [rollouts], **attrs.asdict(config.transfer, recurse=False))
         stack.callback(sync.close)
         yield Workers(trainers, rollouts, sync)
 
 
 @contextmanager
-def _group(worker: RayClassWithInitArgs, pool: PoolConfig, name: str, gpus_per_process: int) -> Iterator[WorkerGroup]:
+def _group(worker: RayClassWithInitArgs, placement: Placement, part: str, name: str) -> Iterator[WorkerGroup]:
+    """On the pool that holds a part."""
     from core.transport.ray import RayResourcePool, RayWorkerGroup
 
+    pool = placement.pool(part)
     with RayResourcePool(
         pool.processes,
         use_gpu=pool.use_gpu,
-        gpus_per_process=gpus_per_process,
+        gpus_per_process=placement.gpus_per_process(part),
         cpus_per_process=pool.cpus_per_process,
         name=name,
         placement_timeout_s=pool.placement_timeout_s,
@@ -118,7 +118,7 @@ def _group(worker: RayClassWithInitArgs, pool: PoolConfig, name: str, gpus_per_p
             room,
             worker,
             name=name,
-            env=env | dict(pool.env),
+            env=placement.environment(part) | env | dict(pool.env),
             all_devices_visible=pool.all_devices_visible,
             python=pool.python,
             timeout_s=pool.call_timeout_s,

@@ -49,7 +49,7 @@ class Placement:
 
     def python(self, part: str) -> str | None:
         """The interpreter of the workers that hold a part, "actor" or "rollout"; None for the driver's."""
-        return self._pool(part).python
+        return self.pool(part).python
 
     def gpus_per_process(self, part: str) -> int:
         """GPUs of a process of the pool that holds a part, where it has any: as the config says, or as many as the
@@ -58,10 +58,8 @@ class Placement:
         Raises:
             Refused: the config says fewer.
         """
-        worker, pool = self.worker(), self._pool(part)
-        workers = {"actor": worker.actor, "ref": worker.ref, "rollout": self.rollout_worker()}
-        plans = {name: self._plan(name, each) for name, each in workers.items() if self._pool(name) is pool}
-        used = {name: plan.gpus_per_process for name, plan in plans.items() if plan}
+        pool = self.pool(part)
+        used = {name: plan.gpus_per_process for name, plan in self._plans_in(pool).items()}
         most = max(used, key=used.__getitem__, default=part)
         needed = used.get(most, 1)
         if pool.gpus_per_process is not None and pool.gpus_per_process < needed and pool.use_gpu is not False:
@@ -72,6 +70,11 @@ class Placement:
                 where="pool" if pool is self.config.pool else "rollout_pool",
             )
         return pool.gpus_per_process or needed
+
+    def environment(self, part: str) -> dict[str, str]:
+        """Variables that the backends in the pool that holds a part want of its processes."""
+        plans = self._plans_in(self.pool(part)).values()
+        return {name: value for plan in plans for name, value in plan.environment.items()}
 
     def check(self) -> None:
         """Everything about models, backends and sizes that can be refused before a process is started.
@@ -122,15 +125,23 @@ class Placement:
         plan = self._plan(part, worker)
         return plan.route.dp_size if plan else 1
 
+    def _plans_in(self, pool: PoolConfig) -> dict[str, Plan]:
+        """By part, of those in a pool whose backends plan."""
+        worker = self.worker()
+        workers = {"actor": worker.actor, "ref": worker.ref, "rollout": self.rollout_worker()}
+        plans = {name: self._plan(name, each) for name, each in workers.items() if self.pool(name) is pool}
+        return {name: plan for name, plan in plans.items() if plan}
+
     def _plan(self, part: str, worker: TrainingWorkerConfig | RolloutWorkerConfig | None) -> Plan | None:
         if worker is None:
             return None
         model = ModelFacts.read(worker.engine["model"])
         kind: Kind = "rollout" if part == "rollout" else "engine"
         backend = _backend(worker.backend, kind, elsewhere=self.elsewhere or self.python(part) is not None)
-        return backend.plan(worker.engine, self._pool(part).world_size, model)
+        return backend.plan(worker.engine, self.pool(part).world_size, model)
 
-    def _pool(self, part: str) -> PoolConfig:
+    def pool(self, part: str) -> PoolConfig:
+        """The pool that holds a part."""
         return self.config.rollout_pool if part == "rollout" and self.config.rollout_pool else self.config.pool
 
     def _placed(self, worker: Any, pool: PoolConfig | None = None) -> Any:

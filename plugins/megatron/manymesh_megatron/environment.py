@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 
-# The first must be there before CUDA starts: megatron orders a gradient's all-reduce and the next product by one
-# hardware queue. megatron sets the others for TransformerEngine when it builds a model.
-VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+from manymesh_megatron.plan import ENVIRONMENT
+
+# The first are there before CUDA starts where the driver takes them from the plan. megatron sets the others for
+# TransformerEngine when it builds a model.
+VARIABLES = (*ENVIRONMENT, "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 _before: dict[str, str | None] = {}  # what they were, while they may be ours
 
 
@@ -14,7 +16,8 @@ def set_variables() -> None:
     """Set what megatron wants, where the user didn't."""
     if not _before:
         _before.update({name: os.environ.get(name) for name in VARIABLES})
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
 
 def restore_variables() -> None:

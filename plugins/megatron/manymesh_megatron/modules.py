@@ -97,6 +97,9 @@ class Attention(MegatronModule):
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """(rows, heads, tokens, dim); causal where there is no mask."""
+        if mask is not None and q.shape[1] != k.shape[1]:
+            # With a mask and fewer key-value heads CUDA has only a kernel that holds tokens x tokens in fp32.
+            k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=q.shape[1] != k.shape[1]
         )

@@ -13,6 +13,9 @@ import torch
 
 from manymesh_megatron.optimizer import ScheduledOptimizer
 
+# torch rounds each piece of pinned memory up to a power of two: a buffer of 9 GiB would take 16.
+CHUNK = 2**30
+
 
 class Parked:
     """Tensors whose memory is away: the storages are empty, the bytes are on CPU."""
@@ -23,7 +26,7 @@ class Parked:
         Args:
             keep: keep their values; else they come back as zeros (gradients between steps).
         """
-        self._away: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
+        self._away: list[tuple[torch.UntypedStorage, int, list[torch.Tensor] | None]] = []
         addresses: set[int] = set()
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -35,18 +38,35 @@ class Parked:
             storage.resize_(0)
 
     def restore(self) -> None:
-        for storage, size, copy in self._away:
+        for storage, size, copies in self._away:
             storage.resize_(size)
-            if copy is None:
-                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
-            else:
-                storage.copy_(copy, non_blocking=True)
+            if copies is None:
+                _bytes(storage).zero_()
+                continue
+            for (start, end), copy in zip(chunks(size, CHUNK), copies, strict=True):
+                _bytes(storage)[start:end].copy_(copy, non_blocking=True)
         self._away = []
 
 
-def _to_cpu(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    pinned = storage.device.type != "cpu"
-    return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned).untyped_storage().copy_(storage)
+def chunks(num_bytes: int, size: int) -> list[tuple[int, int]]:
+    """Where pieces of at most `size` bytes begin and end, of a buffer."""
+    return [(start, min(start + size, num_bytes)) for start in range(0, num_bytes, size)]
+
+
+def _to_cpu(storage: torch.UntypedStorage) -> list[torch.Tensor]:
+    pinned, source = storage.device.type != "cpu", _bytes(storage)
+    return [
+        host_memory(end - start, pinned=pinned).copy_(source[start:end])
+        for start, end in chunks(storage.nbytes(), CHUNK)
+    ]
+
+
+def host_memory(num_bytes: int, *, pinned: bool) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def parameter_tensors(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:

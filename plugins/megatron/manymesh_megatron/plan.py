@@ -13,6 +13,8 @@ from manymesh_megatron.config import MegatronConfig
 from manymesh_megatron.families import Architecture, read_architecture
 from manymesh_megatron.rules import check
 
+# megatron orders a gradient's all-reduce and the next product by one hardware queue. CUDA reads it when it starts.
+ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 EXPERT = "expert"  # name of the layout that experts are sharded by
 # An axis of `order` in the dense layout and in that of the experts, where context parallel ranks are data parallel.
 _DENSE_AXES = {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp"}
@@ -48,6 +50,7 @@ def plan(config: MegatronConfig, world_size: int, model: ModelFacts | None = Non
         _limits(config, architecture),
         {EXPERT: expert},
         _notes(config, architecture),
+        environment=ENVIRONMENT,
     )
 
 

@@ -141,6 +141,10 @@ def test_first_and_last_stages_take_numbers_of_layers_that_do_not_divide(num_lay
             planned(pp, changed(DENSE, num_hidden_layers=num_layers), **options)
 
 
+def test_processes_start_with_one_queue_to_the_gpu() -> None:
+    assert planned(8).environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
 def test_a_value_model_gives_values() -> None:
     head = {"architectures": ["Qwen3ForTokenClassification"], "id2label": {"0": "LABEL_0"}}
     assert planned(1, attrs.evolve(DENSE, config={**SHAPE, **head})).limits.outputs == {"values"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,10 @@ from manymesh_sglang.config import CPU_KV_TOKENS, SPARE, SglangRolloutConfig, co
 from manymesh_sglang.sampler_protocol import SWITCH
 
 GIB = 2**30
+BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 BINDING = "SGLANG_CPU_OMP_THREADS_BIND"  # by itself SGLang wants a node of memory for each process
+
+_logger = logging.getLogger(__name__)
 
 
 def arguments(
@@ -59,6 +63,11 @@ def arguments(
             "mem_fraction_static": 0.3,  # of the host's memory, and an upper bound only
         }
     else:
+        if config.dtype == "float32" and not set(config.sglang) & set(BACKENDS):
+            _logger.warning(
+                "dtype float32 on a GPU: SGLang's own choices of attention there (FlashAttention 3, FlashInfer) are "
+                "made for 16 bits; should it fail, set dtype to auto or bfloat16, or sglang.attention_backend to triton"
+            )
         free, total = torch.cuda.mem_get_info(device)
         options |= {
             "disable_cuda_graph": bool(config.enforce_eager),

@@ -39,6 +39,22 @@ def test_half_of_the_gpu_is_half_of_the_gpu_whatever_the_trainer_holds(monkeypat
         assert options["mem_fraction_static"] * free == pytest.approx(40)
 
 
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ({"dtype": "float32"}, True),
+        ({"dtype": "float32", "sglang": {"attention_backend": "triton"}}, False),
+        ({"dtype": "bfloat16"}, False),
+    ],
+)
+def test_float32_on_a_gpu_warns_with_what_to_set(
+    options: dict[str, Any], warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GIB, 80 * GIB))
+    arguments(SglangRolloutConfig("x", **options), MODEL, torch.device("cuda", 0), has_tokenizer=True)
+    assert ("set dtype to auto or bfloat16" in caplog.text) is warned
+
+
 def test_a_share_that_is_not_free_is_refused_with_what_is() -> None:
     with pytest.raises(Refused, match=r"30.0 of 80.0 GiB free[\s\S]*40.0 GiB[\s\S]*0.37 or less[\s\S]*offload"):
         share_of_free(0.5, 30 * GIB, 80 * GIB)
