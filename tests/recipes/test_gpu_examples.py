@@ -93,7 +93,7 @@ def test_processes_start_with_the_variables_that_their_backends_want(
 
     @contextmanager
     def pool(*_: Any, **__: Any) -> Iterator[Any]:
-        yield SimpleNamespace(cpus_per_process=2.0)
+        yield SimpleNamespace(cpus_per_process=2.0, num_gpus=0.0)
 
     def group(*_: Any, env: dict[str, str], **__: Any) -> Any:
         started.append(env)
