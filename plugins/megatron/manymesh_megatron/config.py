@@ -123,16 +123,14 @@ class MegatronConfig(EngineConfig):
     expert_parallel: int = _size()  # ranks that share the experts of a layer
     expert_tensor_parallel: int | None = _size(None)  # None: as tensor_parallel, which is megatron's default
     order: str = attrs.field(default="tp-cp-ep-dp-pp", validator=_axis_order)  # of ranks on axes, innermost first
-    # Norms and dropout work on 1/tensor_parallel of the tokens; None: on GPUs with tensor_parallel above 1.
-    sequence_parallel: bool | None = None
+    sequence_parallel: bool | None = None  # norms work on 1/tensor_parallel of the tokens; None: so on GPUs
     distributed_optimizer: bool = True  # each data-parallel rank holds its share of the optimizer's state
     overlap_grad_reduce: bool = False  # reduce a bucket of gradients while backward goes on
     overlap_param_gather: bool = False  # gather a bucket of parameters while forward goes on
     bucket_size: int | None = _size(None)  # parameters a bucket; None: megatron's choice
     recompute: Literal["none", "selective", "full"] = "none"  # of activations in backward
     recompute_layers: int = _size()  # layers that "full" recomputes as one block
-    # By what tokens reach experts: a collective, or "flex", DeepEP's kernels on GPUs.
-    moe_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    moe_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"  # of tokens to experts; flex: by DeepEP
     packing: bool | None = None  # run rows without padding; None: where TransformerEngine's layers can
     layer_spec: LayerSpec = "auto"  # whose layers; "auto": the machine's best
     offload_parameters: bool = False  # parameters on CPU outside of the modes, gradients nowhere outside of train_mode
