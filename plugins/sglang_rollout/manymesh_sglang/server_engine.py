@@ -203,13 +203,14 @@ class SglangServerEngine:
         """End them. One that SGLang doesn't know yet is asked for until it does; one that waits to begin never does."""
         rest = list(running)
         while rest:
+            known = [each for each in rest if each.has_begun]  # one that begins while we ask may not have been found
             for each in rest:
                 if not self._open.is_set() and not each.has_begun and each.task is not None:
                     each.is_aborted = True
                     each.task.cancel()
                 else:
                     await self._post("/abort_request", {"rid": each.request.rid})
-            rest = [each for each in rest if not each.has_begun and not each.is_aborted]
+            rest = [each for each in rest if each not in known and not each.is_aborted]
             if rest:
                 await asyncio.sleep(POLL_S)
 
